@@ -1,0 +1,43 @@
+/* tiers.c - which tables this machine can run. __builtin_cpu_supports asks the operating system too (XGETBV): a CPU whose wide registers
+ * are not saved across task switches counts as one without them. */
+#include "geist.h"
+#include "kernels/tables.h"
+
+#if defined(__x86_64__)
+
+static int runs_avx2(void)
+{
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+
+static int runs_avx512(void)
+{
+    return runs_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+}
+
+const struct gst_kernels *gst_kernels_for(int tier)
+{
+    switch (tier) {
+    case GEIST_TIER_AUTO:
+        return runs_avx512() ? &gst_kernels_avx512 : runs_avx2() ? &gst_kernels_avx2 : &gst_kernels_scalar;
+    case GEIST_TIER_SCALAR:
+        return &gst_kernels_scalar;
+    case GEIST_TIER_AVX2:
+        return runs_avx2() ? &gst_kernels_avx2 : NULL;
+    case GEIST_TIER_AVX512:
+        return runs_avx512() ? &gst_kernels_avx512 : NULL;
+    default:
+        return NULL;
+    }
+}
+
+#else
+
+const struct gst_kernels *gst_kernels_for(int tier)
+{
+    return tier == GEIST_TIER_AUTO || tier == GEIST_TIER_SCALAR ? &gst_kernels_scalar : NULL;
+}
+
+#endif

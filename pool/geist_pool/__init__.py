@@ -1,0 +1,1 @@
+"""geist-pool: worker processes that share language-model contexts through shared memory."""

@@ -1,0 +1,1 @@
+"""The broker: decides in machine.py, acts in loop.py."""

@@ -1,0 +1,1 @@
+"""Contexts as objects in POSIX shared memory."""

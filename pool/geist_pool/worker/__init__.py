@@ -1,0 +1,1 @@
+"""The worker process: one pass after another over the jobs it holds."""
