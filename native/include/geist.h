@@ -119,7 +119,7 @@ struct geist_tensor_info {
     const char *type; /* e.g. "Q8_0", "?41" if the number is unknown to this engine */
     uint32_t type_number;
     uint32_t n_dims;
-    uint64_t dims[4]; /* dims[0] is the row length, as in the file; unused ones are 1 */
+    uint64_t dims[4];    /* dims[0] is the row length, as in the file; unused ones are 1 */
     uint64_t data_bytes; /* 0 if the type's size is unknown */
 };
 
@@ -183,8 +183,7 @@ struct geist_session_options {
 };
 
 /* Borrows `m`. Errors: on the engine. `options` may be NULL. */
-enum geist_status geist_session_create(struct geist_model *m, const struct geist_session_options *options,
-                                       struct geist_session **out);
+enum geist_status geist_session_create(struct geist_model *m, const struct geist_session_options *options, struct geist_session **out);
 void geist_session_destroy(struct geist_session *s);
 /* Back to position 0: nothing of what was is left. The sampler's parameters go to greedy. */
 void geist_session_reset(struct geist_session *s);
@@ -208,12 +207,12 @@ enum geist_status geist_session_top(struct geist_session *s, size_t k, int32_t *
 enum geist_status geist_session_score(struct geist_session *s, const int32_t *tokens, size_t n, float *out);
 
 struct geist_sampler_params {
-    float temperature;      /* 0: greedy, ties to the lower id; else > 0 */
-    int32_t top_k;          /* 0: off */
-    float top_p;            /* 1: off; in (0, 1] */
-    float min_p;            /* 0: off; in [0, 1) */
-    float repeat_penalty;   /* 1: off; > 0: logits of recent tokens are divided by it if positive, else multiplied */
-    int32_t repeat_last_n;  /* how many tokens back are recent; 0: none, -1: all */
+    float temperature;     /* 0: greedy, ties to the lower id; else > 0 */
+    int32_t top_k;         /* 0: off */
+    float top_p;           /* 1: off; in (0, 1] */
+    float min_p;           /* 0: off; in [0, 1) */
+    float repeat_penalty;  /* 1: off; > 0: logits of recent tokens are divided by it if positive, else multiplied */
+    int32_t repeat_last_n; /* how many tokens back are recent; 0: none, -1: all */
 };
 
 /* Draws are a function of (seed, stream, position) and the pending logits alone. GEIST_E_ARGUMENT names a value out of range. */
@@ -242,8 +241,7 @@ enum geist_status geist_session_fork(const struct geist_session *src, struct gei
 /* Restore without the copy. `image` is flat (n_kv = 0) or thin (n_kv areas of whole KV blocks, in order from position 0: those of
  * all ancestors, then the context's own). Image and areas are page-aligned, never written, and must outlive the session and its
  * forks. Checks header, sizes, fingerprint and that areas cover the blocks; checksums are geist_image_verify's. */
-enum geist_status geist_session_attach(struct geist_session *s, const void *image, size_t n, const struct geist_bytes *kv,
-                                       size_t n_kv);
+enum geist_status geist_session_attach(struct geist_session *s, const void *image, size_t n, const struct geist_bytes *kv, size_t n_kv);
 /* A thin image lacks the whole KV blocks; its partial last block stays in it. */
 size_t geist_session_snapshot_thin_size(const struct geist_session *s);
 enum geist_status geist_session_snapshot_thin(struct geist_session *s, void *buf, size_t n);
@@ -280,12 +278,12 @@ enum geist_status geist_image_verify(const void *image, size_t n, const struct g
 
 struct geist_span {
     struct geist_session *session;
-    const int32_t *tokens;   /* [n_tokens] */
-    const int32_t *parents;  /* [n_tokens] or NULL for a chain */
-    const uint8_t *rows;     /* [n_tokens], 1 where logits are wanted, or NULL for none */
+    const int32_t *tokens;  /* [n_tokens] */
+    const int32_t *parents; /* [n_tokens] or NULL for a chain */
+    const uint8_t *rows;    /* [n_tokens], 1 where logits are wanted, or NULL for none */
     size_t n_tokens;
-    float *logits;           /* [wanted rows, n_vocab], the caller's */
-    int discard;             /* 0: the session takes the tokens in; 1: it stays as it is */
+    float *logits; /* [wanted rows, n_vocab], the caller's */
+    int discard;   /* 0: the session takes the tokens in; 1: it stays as it is */
 };
 
 /* This version takes one span whose parents are NULL; more is GEIST_E_UNSUPPORTED. */

@@ -8,9 +8,9 @@ void *gst_alloc(size_t n)
     size_t rounded;
     void *p;
 
-    if (!gst_add_size(n, 63, &rounded))
+    if (n > PTRDIFF_MAX - 64) /* no object is that large, and the rounding below cannot overflow */
         return NULL;
-    rounded &= ~(size_t)63;
+    rounded = gst_round_up(n, 64);
     if (!rounded)
         rounded = 64;
     p = aligned_alloc(64, rounded);

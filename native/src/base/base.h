@@ -77,9 +77,9 @@ void gst_threads_run(struct gst_threads *t, size_t n, size_t grain, void (*work)
 /* Double-precision functions made of + - * / and sqrt only, the same bits on every machine; within 2 ulp unless said otherwise. */
 double gst_exp(double x);
 double gst_log(double x);
-double gst_log1p(double x);  /* x > -1 */
-double gst_sin(double x);    /* |x| <= 2^30 */
-double gst_cos(double x);    /* |x| <= 2^30 */
+double gst_log1p(double x);         /* x > -1 */
+double gst_sin(double x);           /* |x| <= 2^30 */
+double gst_cos(double x);           /* |x| <= 2^30 */
 double gst_pow(double x, double y); /* x > 0, result in the normal range; within 1e-14 relative for |y log x| <= 50 */
 
 /* SHA-256. */

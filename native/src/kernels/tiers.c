@@ -5,10 +5,19 @@
 
 #if defined(__x86_64__)
 
+#include <cpuid.h>
+
+/* Not every compiler's __builtin_cpu_supports knows "f16c". Beside AVX2 the operating system's part is settled. */
+static int has_f16c(void)
+{
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C) != 0;
+}
+
 static int runs_avx2(void)
 {
     __builtin_cpu_init();
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
 }
 
 static int runs_avx512(void)

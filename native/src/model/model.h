@@ -26,10 +26,13 @@ struct model_config {
     uint32_t n_rot;                         /* leading dimensions of a head that RoPE turns; even */
     bool rope_neox;                         /* pairs (i, i + n_rot/2), else (2i, 2i + 1) */
     double rope_base;
+    double rope_divisor; /* linear scaling: positions are divided by it; 1 without */
     float eps;
     /* gated DeltaNet (qwen35), else 0 */
     uint32_t conv_width, n_k_heads, n_v_heads, dk, dv;
     uint32_t n_channels; /* of the convolution: 2 n_k_heads dk + n_v_heads dv */
+    uint32_t n_mtp;      /* multi-token-prediction blocks behind the layers; not run */
+    bool recurrent[MODEL_MAX_LAYERS]; /* per layer */
 };
 
 /* A matrix y = W x, [n_rows, n_cols]. */
@@ -75,5 +78,13 @@ struct geist_model {
     bool bound;
     uint8_t fingerprint[32];
 };
+
+/* config.c: reads and checks the hyperparameters; n_vocab is left to model_weights_bind. Words on the engine. */
+enum geist_status model_config_read(const struct geist_gguf *g, struct model_config *out);
+/* weights.c: looks up every tensor of m->config, fills layers, matrices, norms, rope_freq and n_params, and refuses tensors that no part of
+ * the pass would use. */
+enum geist_status model_weights_bind(struct geist_model *m);
+/* packed.c: gives every packed part its offset and sets packed_bytes; GEIST_E_UNSUPPORTED when that overflows. */
+enum geist_status model_packed_plan(struct geist_model *m);
 
 #endif

@@ -20,7 +20,7 @@ from geist_pool.protocol import Message
 START_S = 20.0
 """How long a new interpreter may take until it is ready, on a busy machine."""
 
-_ALARM_SLACK_S = 1.0  # the helper's own alarm comes after our kill, which says why
+_ALARM_SLACK_S = 1.0  # the child's own alarm comes after our kill, which says why
 _CHUNK = 1 << 16
 
 

@@ -1,4 +1,4 @@
-"""The helper process that renders chat templates: `python -m geist_pool.broker.template_process`.
+"""The process that renders chat templates: `python -m geist_pool.broker.template_process`.
 
 It speaks frames over stdin and stdout, one reply to each request: 4 bytes of length (little endian), then
 MessagePack. The first frame, an empty one, says that it is ready. At the end of stdin it exits; a template that
@@ -20,7 +20,7 @@ from geist_pool.protocol import Message
 
 LENGTH = struct.Struct("<I")
 MEMORY_BYTES = 512 << 20
-"""Address space of the helper; a template that wants more fails with a clear error."""
+"""Address space of the process; a template that wants more fails with a clear error."""
 
 
 class RenderRequest(msgspec.Struct, frozen=True, array_like=True):

@@ -196,9 +196,7 @@ def _conversation(
     return _encode(tokenizer, text, special=True, path="messages"), text
 
 
-def _check_words(
-    messages: tuple[Message, ...], args: TemplateArgs, tokenizer: Tokenizer, *, special: bool
-) -> None:
+def _check_words(messages: tuple[Message, ...], args: TemplateArgs, tokenizer: Tokenizer, *, special: bool) -> None:
     """What clients put into a template must be text, and what one speaker says must not begin another's turn."""
     places = [(f"messages[{i}].{name}", getattr(m, name)) for i, m in enumerate(messages) for name in ("role", "content")]
     places += [(f"template_args.{name}", value) for name, value in args.items() if isinstance(value, str)]

@@ -163,17 +163,13 @@ def parse(data: memoryview, *, what: str) -> Stored:
     except msgspec.MsgspecError as error:  # right checksum, wrong content: written by another program
         raise ImageDamaged(f"{what}: the envelope cannot be read: {error}", object=what) from error
     _check(envelope, what)
-    return Stored(
-        envelope=envelope, pool=pool, fingerprint=key.hex(), numerics=numerics, image_offset=offset, image_bytes=image
-    )
+    return Stored(envelope=envelope, pool=pool, fingerprint=key.hex(), numerics=numerics, image_offset=offset, image_bytes=image)
 
 
 def _check(envelope: Envelope, what: str) -> None:
     first, n = envelope.first_block, envelope.n_blocks
     if envelope.n_tokens < 1 or first < 0 or n < 0 or first + n != whole_blocks(envelope.n_tokens):
-        raise ImageDamaged(
-            f"{what}: blocks [{first}, {first + n}) are not the end of {envelope.n_tokens} tokens", object=what
-        )
+        raise ImageDamaged(f"{what}: blocks [{first}, {first + n}) are not the end of {envelope.n_tokens} tokens", object=what)
     if first > 0 and envelope.parent is None:
         raise ImageDamaged(f"{what} has no parent but begins at block {first}", object=what)
 

@@ -6,8 +6,8 @@
         |        12 hexadecimal digits of the broker's choice
         8 hexadecimal digits of SHA-256 over the pool's name
 
-At most 30 characters with the leading slash, the least that any POSIX system promises. Parsing accepts this exact form and nothing
-else, so that what the store lists, adopts or unlinks is never someone else's file.
+At most 30 characters with the leading slash, which every POSIX system takes. Parsing accepts this exact form and nothing else, so
+that what the store lists, adopts or unlinks is never someone else's file.
 """
 
 from __future__ import annotations

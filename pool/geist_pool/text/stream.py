@@ -23,7 +23,12 @@ class ByteStream:
 
     def feed(self, data: bytes) -> str:
         """Text completed by `data`, without what may still become a character."""
-        return self._decoder.decode(data)
+        text = self._decoder.decode(data)
+        held = self.held
+        if len(held) > 1 and held[0] == 0xED and held[1] >= 0xA0:
+            # The start of a surrogate, which Python's decoder keeps although no byte makes a character of it.
+            text += self._decoder.decode(b"", final=True)
+        return text
 
     def finish(self) -> str:
         """U+FFFD for bytes still held back, or ""; the stream then starts afresh."""

@@ -63,7 +63,6 @@ class Tokenizer:
         self.vocabulary = vocabulary
         self.eog: frozenset[int] = vocabulary.end_ids()
         """Ids that end a generation."""
-        self._n_tokens = len(vocabulary.tokens)
         model = self._bpe(vocabulary)
         cut = [(i, t) for i, t in enumerate(vocabulary.types) if t in _ADDED]
         self._plain, self._plain_ids = self._encoder(model, [i for i, t in cut if t == TokenType.USER_DEFINED])

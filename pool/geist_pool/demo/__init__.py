@@ -1,0 +1,1 @@
+"""What `geist-pool demo` asks about (:mod:`geist_pool.demo.world`)."""
