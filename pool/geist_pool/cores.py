@@ -63,9 +63,8 @@ def read_quota(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/f
         if number == "0" and not controllers:
             found += _walk(root, path, lambda at: _ratio(_read(at / "cpu.max").split()))
         elif "cpu" in controllers.split(","):
-            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
             for base in (root / controllers, root / "cpu"):
-                found += _walk(base, path, lambda at: _ratio([_read(at / name).strip() for name in names]))
+                found += _walk(base, path, _old_quota)
     return min(found, default=None)
 
 
@@ -75,6 +74,11 @@ def _walk(base: Path, path: str, quota: Callable[[Path], float | None]) -> list[
     levels = [at, *at.parents]
     values = [quota(level) for level in levels if level == base or base in level.parents]
     return [v for v in values if v is not None]
+
+
+def _old_quota(at: Path) -> float | None:
+    """Of a version 1 group."""
+    return _ratio([_read(at / name).strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")])
 
 
 def _ratio(words: Sequence[str]) -> float | None:

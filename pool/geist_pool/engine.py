@@ -423,18 +423,22 @@ class Model(_Handle):
             if self.fingerprint != fingerprint:
                 super().close()  # a model is bound once
                 self._create()
+                ffi.release(self._weights)
                 raise ImageMismatch("it holds the weights of another model")
         except (ImageDamaged, ImageMismatch) as error:
             _log.warning("packed weights %s are made anew: %s", path.name, error)
-            self._weights = None
             mapping.close()
             return None
         return mapping
 
     def _bind(self, mapping: FileMapping) -> None:
         data = ffi.from_buffer(mapping.view)
+        try:
+            _check(lib.geist_model_bind(self._h, data, len(data)), self.engine._words)
+        except GeistPoolError:
+            ffi.release(data)
+            raise
         self._weights = data  # keeps the mapping from being closed
-        _check(lib.geist_model_bind(self._h, data, len(data)), self.engine._words)
 
     def _pack(self, cache: PackedCache) -> FileMapping:
         """Writes the packed weights, binds them, and only then gives the file its name."""

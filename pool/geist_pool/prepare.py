@@ -95,13 +95,12 @@ def main(argv: list[str]) -> int:
 def _pack(order: Order) -> Facts:
     from geist_pool.engine import Engine, Model  # only in this process: the supervisor needs no engine
 
-    with Engine("auto", order.threads) as engine:
-        with Model(engine, order.model_path, cache_dir=order.cache_dir, verify=order.verify) as model:
-            info = model.info
-            return Facts(
-                fingerprint=model.fingerprint,
-                **{f: getattr(info, f) for f in Facts.__struct_fields__ if f != "fingerprint"},
-            )
+    with (
+        Engine("auto", order.threads) as engine,
+        Model(engine, order.model_path, cache_dir=order.cache_dir, verify=order.verify) as model,
+    ):
+        known = {f: getattr(model.info, f) for f in Facts.__struct_fields__ if f != "fingerprint"}
+        return Facts(fingerprint=model.fingerprint, **known)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Objects in shared memory: made exclusively, reserved in full, sealed last, found again.
 
-Property: whatever goes wrong while an object is made, nothing of it is left (FINDINGS row 16: a full /dev/shm is `store_full`, now,
-and no SIGBUS later); what a killed process leaves is found by `scan` and told from sound contexts (FINDINGS row 15); nothing that
-another user, another pool or another program made is adopted. Tolerance: none. Reason: this is the only memory that processes
-share, and the only thing that outlives a crash.
+Property: whatever goes wrong while an object is made, nothing of it is left (FINDINGS row 16: a full /dev/shm is `store_full`
+now, and no SIGBUS later); what a killed process leaves is found by `scan` and told from sound contexts (FINDINGS row 15); nothing
+that another user, another pool or another program made is adopted. Tolerance: none. Reason: this is the only memory that
+processes share, and the only thing that outlives a crash.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
 import posix_ipc
@@ -93,6 +94,10 @@ def clean(pool: str) -> None:
         shm.unlink(found.name)
 
 
+def path(name: str) -> Path:
+    return shm.SHM / name[1:]
+
+
 def free_bytes() -> int:
     found = os.statvfs(shm.SHM)
     return found.f_bfree * found.f_frsize
@@ -105,7 +110,7 @@ def test_an_object_that_is_not_kept_goes(pool_name: str) -> None:
     name = names.image_name(pool_name, PARENT)
     with shm.Writer(name, 10_000) as writer:
         assert bytes(writer.view) == bytes(10_000)
-        status = os.stat(shm.SHM / name[1:])
+        status = path(name).stat()
         assert status.st_mode & 0o7777 == 0o600
         assert status.st_blocks * 512 >= 10_000, "not reserved"
         assert shm.total_bytes(pool_name) == 10_000
@@ -156,7 +161,7 @@ def test_what_is_not_there_or_not_ours_is_not_mapped(pool_name: str) -> None:
     with shm.Writer(name, 4096):
         with pytest.raises(ImageDamaged, match="4096 bytes instead of 8192"):
             shm.Mapping(name, 8192)
-        os.chmod(shm.SHM / name[1:], 0o644)
+        path(name).chmod(0o644)
         with pytest.raises(ImageDamaged, match="0644"):
             shm.Mapping(name)
 
@@ -278,7 +283,7 @@ def test_a_killed_writer_leaves_residue_only(pool_name: str) -> None:
         "made.image[:4] = b'\\x82\\0\\0\\0'\n"
         "os.kill(os.getpid(), 9)\n"
     )
-    here = os.path.dirname(__file__)
+    here = str(Path(__file__).parent)
     done = subprocess.run([sys.executable, "-c", script, pool_name, here], capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
     found = scan(pool_name)
@@ -314,7 +319,7 @@ def test_parents_come_before_children(pool_name: str) -> None:
 
 
 def damage(name: str, at: int) -> None:
-    with open(shm.SHM / name[1:], "r+b") as f:
+    with path(name).open("r+b") as f:
         f.seek(at)
         byte = f.read(1)
         f.seek(at)
@@ -326,7 +331,7 @@ def break_envelope(made: list[tuple[ContextRef, Envelope]]) -> None:
 
 
 def break_image(made: list[tuple[ContextRef, Envelope]]) -> None:
-    with open(shm.SHM / made[1][0].image[1:], "r+b") as f:
+    with path(made[1][0].image).open("r+b") as f:
         f.seek(4096)
         f.write(bytes(4))
 
@@ -338,20 +343,20 @@ def lose_kv(made: list[tuple[ContextRef, Envelope]]) -> None:
 
 def cut_kv(made: list[tuple[ContextRef, Envelope]]) -> None:
     assert made[1][0].kv is not None
-    os.truncate(shm.SHM / made[1][0].kv[1:], 100)
+    os.truncate(path(made[1][0].kv), 100)
 
 
 def cut_image(made: list[tuple[ContextRef, Envelope]]) -> None:
-    os.truncate(shm.SHM / made[1][0].image[1:], 4096 * 3)
+    os.truncate(path(made[1][0].image), 4096 * 3)
 
 
 def open_mode(made: list[tuple[ContextRef, Envelope]]) -> None:
-    os.chmod(shm.SHM / made[1][0].image[1:], 0o666)
+    path(made[1][0].image).chmod(0o666)
 
 
 def open_kv_mode(made: list[tuple[ContextRef, Envelope]]) -> None:
     assert made[1][0].kv is not None
-    os.chmod(shm.SHM / made[1][0].kv[1:], 0o666)
+    path(made[1][0].kv).chmod(0o666)
 
 
 @pytest.mark.parametrize(
@@ -389,7 +394,7 @@ def test_contexts_of_another_model_or_version_go(pool_name: str, changes: dict[s
 def test_an_image_under_another_contexts_name_goes(pool_name: str) -> None:
     ref, envelope = context(pool_name, PARENT, 60)
     publish(pool_name, ref, envelope)
-    os.rename(shm.SHM / ref.image[1:], shm.SHM / names.image_name(pool_name, CHILD)[1:])
+    path(ref.image).rename(path(names.image_name(pool_name, CHILD)))
     assert scan(pool_name).unlink == [names.image_name(pool_name, CHILD)]
     clean(pool_name)
 
@@ -400,6 +405,16 @@ def test_two_attempts_of_one_context_are_one(pool_name: str) -> None:
     found = scan(pool_name)
     assert [s.ref.image for s in found.sound] == [names.image_name(pool_name, PARENT, 1)]
     assert found.unlink == [names.image_name(pool_name, PARENT, 2)]
+    clean(pool_name)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give an object to another user")
+def test_another_users_object_is_not_adopted(pool_name: str) -> None:
+    ref, envelope = context(pool_name, PARENT, 60)
+    publish(pool_name, ref, envelope)
+    os.chown(path(ref.image), 65534, -1)
+    found = scan(pool_name)
+    assert [(r.name, r.reason) for r in found.residue] == [(ref.image, f"{ref.image} belongs to user 65534")]
     clean(pool_name)
 
 

@@ -201,9 +201,9 @@ class Books:
         """AssertionError on any contradiction between the collections."""
         self.directory.validate(self.jobs)
         self.queue.validate()
-        for key, ticket in self.tickets.items():
-            assert key == ticket.key and self.by_peer[ticket.peer][ticket.request_id] is ticket
-            assert ticket in self.jobs[ticket.job].tickets, f"ticket {key} waits for nothing"
+        for address, ticket in self.tickets.items():
+            assert address == ticket.key and self.by_peer[ticket.peer][ticket.request_id] is ticket
+            assert ticket in self.jobs[ticket.job].tickets, f"ticket {address} waits for nothing"
         assert sum(map(len, self.by_peer.values())) == len(self.tickets)
         assert sum(len(j.tickets) for j in self.jobs.values()) == len(self.tickets)
         lines = self.lines.jobs()

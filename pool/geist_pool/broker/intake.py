@@ -86,7 +86,7 @@ def no_text(key: str, base: Entry) -> TextDone:
 
 
 def check_length(request: Prompted, n_prompt: int, done: TextDone, n_ctx: int) -> None:
-    """`n_prompt` counts context and suffix. Nothing is ever cut: raises TooLong with both numbers, BadRequest for nothing at all."""
+    """`n_prompt` counts context and suffix. Nothing is ever cut: TooLong with both numbers, BadRequest for nothing at all."""
     if n_prompt == 0:
         raise BadRequest("the prompt is empty: there is nothing to continue", path=_prompt_field(request))
     if isinstance(request, ContextCreate):

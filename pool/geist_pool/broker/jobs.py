@@ -6,8 +6,8 @@
                                                        └► cancelling ──► ended
 
 text: tokenised and rendered elsewhere. held: its turn among the same client's requests, or the first worker, has not come.
-reserving: bytes of shared memory for the new context are not free yet. waiting: for a worker. cancelling: nobody wants the answer,
-or only what there is of it, and the worker has been told. From every state a job may end.
+reserving: bytes of shared memory for the new context are not free yet. waiting: for a worker. cancelling: nobody wants the
+answer, or only what there is of it, and the worker has been told. From every state a job may end.
 """
 
 from __future__ import annotations
@@ -82,8 +82,7 @@ class Job:
     in_line: bool = False  # among its client's jobs that have not taken their place in the queue
     tickets: list[Ticket] = field(default_factory=list)
     text: TextDone | None = None
-    base: Entry | None = None  # the context that is continued, leased while the job lives
-    named: bool = False  # the request names its base; otherwise it is looked for by content
+    base: Entry | None = None  # the context that is continued, named or found by content; leased while the job lives
     tokens: bytes = b""  # all ids from position 0, packed; set when it leaves `held`
     mismatch: Mismatch | None = None
     grant: Grant | None = None  # creates: planned when they begin to reserve

@@ -1,7 +1,7 @@
 """Which job next, and on which worker. Pure.
 
-Jobs wait in one line per space; spaces take turns, so that a space with a thousand requests does not keep one with a single request
-waiting for more than one turn.
+Jobs wait in one line per space; spaces take turns, so that a space with a thousand requests does not keep one with a single
+request waiting for more than one turn.
 """
 
 from __future__ import annotations

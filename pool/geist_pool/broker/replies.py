@@ -132,7 +132,7 @@ def existing_result(info: ContextInfo, ticket: Ticket, join: Join, now: float) -
 
 
 def next_chunk(stream: Stream, message: Tokens) -> GenerateChunk | None:
-    """What of a worker's message is new to the client; None if nothing is. Raises Internal where something is missing before it."""
+    """What of a worker's message is new to the client; None if nothing is. Raises Internal where something is missing."""
     if message.index > stream.n_tokens or message.byte_index > stream.n_bytes:
         raise Internal(
             f"the stream goes on at token {message.index}, byte {message.byte_index}; "
@@ -179,8 +179,7 @@ def _advance(
 
 
 def _join(job: Job) -> Join:
-    # A base that was found by content was not joined to anything: the prompt was tokenised whole.
-    return job.text.join if job.named and job.text is not None else None
+    return None if job.text is None else job.text.join
 
 
 def _first_largest(values: list[float]) -> int:

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from geist_pool.broker import intake, replies
 from geist_pool.broker.books import Books
-from geist_pool.broker.content import pack_ids, unpack_ids
+from geist_pool.broker.content import ID_BYTES, pack_ids, unpack_ids
 from geist_pool.broker.entries import Entry
 from geist_pool.broker.events import SendWorker
 from geist_pool.broker.jobs import Job, Ticket
@@ -25,7 +27,6 @@ from geist_pool.protocol import (
     ScoreWork,
     Work,
 )
-from geist_pool.protocol import Sampling as SamplingParams
 
 
 def advance(books: Books) -> None:
@@ -136,7 +137,7 @@ def envelope_of(books: Books, job: Job) -> Envelope:
         created=books.now,
         ttl_s=request.ttl_s,
         pin=request.pin,
-        n_tokens=len(unpack_ids(job.tokens)),
+        n_tokens=len(job.tokens) // ID_BYTES,
         first_block=0,
         n_blocks=0,
         messages=text.messages,
@@ -182,20 +183,10 @@ def work_of(books: Books, job: Job) -> Work:
     if isinstance(request, Score):
         return ScoreWork(tokens=tokens, labels=text.label_tokens)
     assert isinstance(request, Generate)
-    sampling = request.sampling
     return GenerateWork(
         tokens=tokens,
         max_tokens=request.max_tokens,
-        sampling=SamplingParams(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            repeat_penalty=sampling.repeat_penalty,
-            repeat_last_n=sampling.repeat_last_n,
-            seed=job.seed,
-            stream=sampling.stream,
-        ),
+        sampling=msgspec.structs.replace(request.sampling, seed=job.seed),
         stop=tuple(stop.encode() for stop in request.stop),
         eog=() if request.ignore_eog else books.config.eog,
         stream=request.stream,

@@ -33,5 +33,5 @@ class Counters:
         self.job_s += _SMOOTHING * (max(0.0, seconds) - self.job_s)
 
     def retry_after(self, queued: int, slots: int) -> float:
-        """Seconds until a place in a full queue may be expected: the time of one job for each job ahead, over all slots, capped."""
+        """Seconds until a place in a full queue may be expected: a job's time for each job ahead, over all slots; capped."""
         return round(min(60.0, max(0.1, self.job_s * queued / max(1, slots))), 2)
