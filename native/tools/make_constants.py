@@ -5,6 +5,7 @@
 
 pi by Machin's formula, ln 2 by its atanh series, roots by math.isqrt and an integer cube root.
 """
+
 import math
 
 BITS = 400  # fixed point
@@ -40,7 +41,7 @@ def hex_float(mantissa: int, exponent: int) -> str:
 
 
 def pieces(value: int, bits: int, count: int) -> list[str]:
-    """`value` * 2^-BITS as a sum of numbers of at most `bits` significant bits, each cut off (not rounded) at fixed places."""
+    """`value` * 2^-BITS as a sum of numbers of at most `bits` bits, cut off at fixed places."""
     out, scale = [], value.bit_length() - bits
     for _ in range(count):
         part = value >> scale

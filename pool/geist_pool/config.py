@@ -82,6 +82,7 @@ class BrokerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     heartbeat_s: float = 1.0
     worker_timeout_s: float = 60.0
     max_attempts: int = 2
+    keep_contexts: bool = False
     log_format: LogFormat = "console"
     log_level: LogLevel = "info"
     parent_fd: int = -1  # -1: no parent to watch

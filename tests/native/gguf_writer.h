@@ -137,13 +137,13 @@ struct edit {
     const char *drop_key;
     const struct writer *values; /* keys and values to add */
     size_t n_values;
-    const char *tensor;      /* this one is */
-    bool drop;               /*     left out, */
-    const char *rename;      /*     renamed, */
-    uint32_t n_dims;         /*     given dims (then its data is zeros), */
+    const char *tensor; /* this one is */
+    bool drop;          /*     left out, */
+    const char *rename; /*     renamed, */
+    uint32_t n_dims;    /*     given dims (then its data is zeros), */
     uint64_t dims[4];
-    int type;                /*     given a type, where not -1 (then its data is zeros), */
-    const void *data;        /*     given data */
+    int type;         /*     given a type, where not -1 (then its data is zeros), */
+    const void *data; /*     given data */
 };
 
 /* The file again with the change made. */

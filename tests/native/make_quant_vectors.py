@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Writes quant_vectors.h: blocks of random bytes and the values that the `gguf` package's dequantisation gives for them.
+"""Writes quant_vectors.h: random blocks and the values that the `gguf` package gives for them.
 
     python make_quant_vectors.py > quant_vectors.h
 
-Scales are drawn from the whole range of finite f16, subnormals and both signs included. Values are stored as float bits.
+Scales are drawn from the whole range of finite f16, subnormals and both signs included. Values are stored as
+float bits.
 """
 
 import numpy as np
@@ -14,7 +15,9 @@ BLOCKS = 4
 
 def block(rng: np.random.Generator, kind: GGMLQuantizationType) -> np.ndarray:
     def half() -> np.ndarray:
-        return np.frombuffer(np.float16(rng.uniform(-1, 1) * 2.0 ** int(rng.integers(-24, 14))).tobytes(), np.uint8)
+        return np.frombuffer(
+            np.float16(rng.uniform(-1, 1) * 2.0 ** int(rng.integers(-24, 14))).tobytes(), np.uint8
+        )
 
     header = {"Q8_0": 1, "Q4_0": 1, "Q4_1": 2}.get(kind.name, 0)
     size = 32 if kind.name == "Q8_0" else 16
@@ -22,7 +25,10 @@ def block(rng: np.random.Generator, kind: GGMLQuantizationType) -> np.ndarray:
         return np.concatenate([half() for _ in range(header)] + [rng.integers(0, 256, size, dtype=np.uint8)])
     if kind.name == "F16":
         return np.concatenate([half() for _ in range(32)])
-    return np.frombuffer((rng.standard_normal(32).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).tobytes(), np.uint8)
+    return np.frombuffer(
+        (rng.standard_normal(32).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).tobytes(),
+        np.uint8,
+    )
 
 
 def rows(values: np.ndarray, form: str, per_line: int) -> str:
@@ -42,7 +48,9 @@ def main() -> None:
             raw[2] = 0x80  # -128, which quantisers rarely write
         values = dequantize(raw, kind).astype(np.float32).reshape(-1).view(np.uint32)
         print(f"static const uint8_t {name.lower()}_bytes[{len(raw)}] = {{\n{rows(raw, '#04x', 20)}}};")
-        print(f"static const uint32_t {name.lower()}_values[{len(values)}] = {{\n{rows(values, '#010x', 10)}}};")
+        print(
+            f"static const uint32_t {name.lower()}_values[{len(values)}] = {{\n{rows(values, '#010x', 10)}}};"
+        )
     print("/* clang-format on */\n\n#endif")
 
 

@@ -1,12 +1,12 @@
 /* test_base.c - what every room stands on.
  *
  * Property and tolerance:
- *   exp, log, log1p, sin, cos: within 2 ulp of the C library's long double (error far below 0.01 ulp of a double) on random arguments of all
- *     sizes; pow within 1e-14 relative where |y log x| <= 50. Those are the promises of base.h. A table of a few results holds exact bits,
+ *   exp, log, log1p, sin, cos: within 2 ulp of the C library's long double (error far below 0.01 ulp of a double) on random arguments of
+ * all sizes; pow within 1e-14 relative where |y log x| <= 50. Those are the promises of base.h. A table of a few results holds exact bits,
  *     because the promise is one answer on every machine.
  *   f16: equality for all 65536 patterns both ways, and for every midpoint between neighbours and the floats next to it.
- *   SHA-256: published vectors, and equality under any cut of the input. Checksum: equality of the two calls, inequality after any bit flip.
- *   threads: every index exactly once, contiguous ranges cut at multiples of the grain, the float environment set in each and put back.
+ *   SHA-256: published vectors, and equality under any cut of the input. Checksum: equality of the two calls, inequality after any bit
+ * flip. threads: every index exactly once, contiguous ranges cut at multiples of the grain, the float environment set in each and put back.
  */
 #include "check.h"
 
@@ -111,7 +111,8 @@ static uint64_t bits(double x)
     return b;
 }
 
-/* Exact bits, so that another compiler or machine that rounds once more or less is noticed. Made by this code; the accuracy is test_math's. */
+/* Exact bits, so that another compiler or machine that rounds once more or less is noticed. Made by this code; the accuracy is test_math's.
+ */
 static void test_math_bits(void)
 {
     uint64_t h = 0;

@@ -1,8 +1,8 @@
 /* test_gguf.c - the parser.
  *
- * Property: a right file gives exactly what was written into it; each way of being wrong is refused with its status and with words that name
- * the place. Every file lies in memory of exactly its size, so that under AddressSanitizer a read past the end fails the test. Every cut of a
- * right file is refused or, behind the table, still inside bounds. No tolerance anywhere.
+ * Property: a right file gives exactly what was written into it; each way of being wrong is refused with its status and with words that
+ * name the place. Every file lies in memory of exactly its size, so that under AddressSanitizer a read past the end fails the test. Every
+ * cut of a right file is refused or, behind the table, still inside bounds. No tolerance anywhere.
  */
 #include "check.h"
 #include "gguf_writer.h"

@@ -92,7 +92,8 @@ static void check_geometry(const struct geometry *want, const char *type)
         CHECK(l->recurrent == (want->n_recurrent && (i + 1) % 4 != 0));
         CHECK(l->index == (l->recurrent ? recurrent++ : attention++));
         CHECK(l->attn_norm && l->ffn_norm && l->ffn_gate.tensor && l->ffn_up.tensor && l->ffn_down.tensor);
-        CHECK(l->recurrent ? l->conv_file && l->ssm_a && l->ssm_norm && l->ssm_dt_bias && l->ssm_out.tensor : l->attn_output.tensor != NULL);
+        CHECK(l->recurrent ? l->conv_file && l->ssm_a && l->ssm_norm && l->ssm_dt_bias && l->ssm_out.tensor
+                           : l->attn_output.tensor != NULL);
         CHECK(!!l->attn_q_norm == (!l->recurrent && c->arch != ARCH_LLAMA));
     }
     geist_model_destroy(m);
@@ -190,22 +191,14 @@ static void text_at(const char *name, const char *key, const char *x, enum geist
 static void test_missing_keys(void)
 {
     static const char *const required[] = {
-        "qwen35.block_count",
-        "qwen35.context_length",
-        "qwen35.embedding_length",
-        "qwen35.feed_forward_length",
-        "qwen35.attention.head_count",
-        "qwen35.attention.head_count_kv",
-        "qwen35.attention.key_length",
-        "qwen35.attention.layer_norm_rms_epsilon",
-        "qwen35.rope.dimension_count",
-        "qwen35.rope.dimension_sections",
-        "qwen35.ssm.conv_kernel",
-        "qwen35.ssm.state_size",
-        "qwen35.ssm.group_count",
-        "qwen35.ssm.time_step_rank",
-        "qwen35.ssm.inner_size",
-        "general.architecture",
+        "qwen35.block_count",          "qwen35.context_length",
+        "qwen35.embedding_length",     "qwen35.feed_forward_length",
+        "qwen35.attention.head_count", "qwen35.attention.head_count_kv",
+        "qwen35.attention.key_length", "qwen35.attention.layer_norm_rms_epsilon",
+        "qwen35.rope.dimension_count", "qwen35.rope.dimension_sections",
+        "qwen35.ssm.conv_kernel",      "qwen35.ssm.state_size",
+        "qwen35.ssm.group_count",      "qwen35.ssm.time_step_rank",
+        "qwen35.ssm.inner_size",       "general.architecture",
     };
     static const char *const optional[] = {"qwen35.attention.value_length", "qwen35.rope.freq_base", "qwen35.full_attention_interval",
                                            "general.name", "general.file_type"};
@@ -215,8 +208,10 @@ static void test_missing_keys(void)
         value_at("qwen35-tiny", required[i], &none, GEIST_E_FORMAT, required[i], __LINE__);
     for (size_t i = 0; i < sizeof optional / sizeof *optional; i++)
         value_at("qwen35-tiny", optional[i], &none, GEIST_OK, NULL, __LINE__);
-    value_at("llama-tiny", "llama.attention.head_count_kv", &none, GEIST_E_FORMAT, "blk.0.attn_k.weight", __LINE__); /* defaults to 4 heads */
-    value_at("llama-tiny", "llama.attention.key_length", &none, GEIST_E_FORMAT, "llama.attention.value_length", __LINE__); /* 64 / 4 */
+    value_at("llama-tiny", "llama.attention.head_count_kv", &none, GEIST_E_FORMAT, "blk.0.attn_k.weight",
+             __LINE__); /* defaults to 4 heads */
+    value_at("llama-tiny", "llama.attention.key_length", &none, GEIST_E_UNSUPPORTED, "llama.attention.value_length",
+             __LINE__); /* 64 / 4, not 32 */
     value_at("llama-tiny", "llama.rope.dimension_count", &none, GEIST_OK, NULL, __LINE__);
     value_at("llama-tiny", "llama.vocab_size", &none, GEIST_OK, NULL, __LINE__);
 }
@@ -379,8 +374,8 @@ static void test_tensors(void)
             memcpy(shape.dims, g->tensors[i].dims, sizeof shape.dims);
             if (shape.dims[1] > 1) { /* a row more: of the embedding too, as the output or vocab_size disagrees, or nothing does */
                 shape.dims[1] += 1;
-                edited_at(names[k], &shape,
-                          !strcmp(name, "token_embd.weight") && strncmp(names[k], "llama", 5) ? GEIST_OK : GEIST_E_FORMAT, name, __LINE__);
+                edited_at(names[k], &shape, !strcmp(name, "token_embd.weight") && strncmp(names[k], "llama", 5) ? GEIST_OK : GEIST_E_FORMAT,
+                          name, __LINE__);
             } else {
                 shape.dims[0] += 1;
                 edited_at(names[k], &shape, GEIST_E_FORMAT, name, __LINE__);
@@ -392,21 +387,21 @@ static void test_tensors(void)
     }
 
     /* Types: floats must be F32, matrices any of six. */
-    edited_at("qwen3-tiny", &(struct edit){.tensor = "output_norm.weight", .type = GGML_F16}, GEIST_E_UNSUPPORTED, "output_norm.weight: type F16",
-              __LINE__);
+    edited_at("qwen3-tiny", &(struct edit){.tensor = "output_norm.weight", .type = GGML_F16}, GEIST_E_UNSUPPORTED,
+              "output_norm.weight: type F16", __LINE__);
     edited_at("qwen35-tiny", &(struct edit){.tensor = "blk.0.ssm_conv1d.weight", .type = GGML_BF16}, GEIST_E_UNSUPPORTED,
               "blk.0.ssm_conv1d.weight: type BF16", __LINE__);
-    edited_at("qwen3-tiny", &(struct edit){.tensor = "blk.1.ffn_up.weight", .type = 6}, GEIST_E_UNSUPPORTED, "blk.1.ffn_up.weight: type Q5_0",
-              __LINE__);
-    edited_at("qwen3-tiny", &(struct edit){.tensor = "blk.1.ffn_up.weight", .type = 77}, GEIST_E_UNSUPPORTED, "blk.1.ffn_up.weight: type ?77",
-              __LINE__);
+    edited_at("qwen3-tiny", &(struct edit){.tensor = "blk.1.ffn_up.weight", .type = 6}, GEIST_E_UNSUPPORTED,
+              "blk.1.ffn_up.weight: type Q5_0", __LINE__);
+    edited_at("qwen3-tiny", &(struct edit){.tensor = "blk.1.ffn_up.weight", .type = 77}, GEIST_E_UNSUPPORTED,
+              "blk.1.ffn_up.weight: type ?77", __LINE__);
     for (size_t k = 0; k < 6; k++)
         edited_at("qwen35-tiny",
                   &(struct edit){.tensor = k % 2 ? "blk.0.attn_qkv.weight" : "token_embd.weight",
                                  .type = (int[]){GGML_F32, GGML_F16, GGML_BF16, GGML_Q8_0, GGML_Q4_0, GGML_Q4_1}[k]},
                   GEIST_OK, NULL, __LINE__);
-    edited_at("qwen3-tiny", &(struct edit){.tensor = "blk.0.ffn_up.weight", .n_dims = 3, .dims = {64, 80, 2, 1}, .type = -1}, GEIST_E_FORMAT,
-              "blk.0.ffn_up.weight: shape [64, 160] expected, [64, 80, 2, 1] found", __LINE__);
+    edited_at("qwen3-tiny", &(struct edit){.tensor = "blk.0.ffn_up.weight", .n_dims = 3, .dims = {64, 80, 2, 1}, .type = -1},
+              GEIST_E_FORMAT, "blk.0.ffn_up.weight: shape [64, 160] expected, [64, 80, 2, 1] found", __LINE__);
 
     /* What nobody uses. */
     edited_at("llama-tiny", &(struct edit){.tensor = "blk.0.attn_q.weight", .rename = "blk.0.attn_q.other", .type = -1}, GEIST_E_FORMAT,

@@ -1,8 +1,8 @@
 /* test_quant.c - weight types.
  *
- * Property: sizes as in the file format; dequantised values equal, bit for bit, those of the `gguf` package (quant_vectors.h); a packed matrix
- * holds exactly the values of its rows, read back here by the drawing in kernels.h and nothing else, for odd numbers of rows and for any cut
- * of the work; every byte of the tiles is written. No tolerance.
+ * Property: sizes as in the file format; dequantised values equal, bit for bit, those of the `gguf` package (quant_vectors.h); a packed
+ * matrix holds exactly the values of its rows, read back here by the drawing in kernels.h and nothing else, for odd numbers of rows and for
+ * any cut of the work; every byte of the tiles is written. No tolerance.
  */
 #include "check.h"
 #include "quant_vectors.h"
@@ -25,9 +25,9 @@ static void test_types(void)
         const char *name;
         uint32_t number, values, bytes;
         bool supported;
-    } known[] = {{"F32", 0, 1, 4, true},       {"F16", 1, 1, 2, true},       {"Q4_0", 2, 32, 18, true},    {"Q4_1", 3, 32, 20, true},
-                 {"Q5_0", 6, 32, 22, false},   {"Q5_1", 7, 32, 24, false},   {"Q8_0", 8, 32, 34, true},    {"Q4_K", 12, 256, 144, false},
-                 {"Q6_K", 14, 256, 210, false}, {"IQ4_XS", 23, 256, 136, false}, {"BF16", 30, 1, 2, true}, {"MXFP4", 39, 32, 17, false}};
+    } known[] = {{"F32", 0, 1, 4, true},        {"F16", 1, 1, 2, true},          {"Q4_0", 2, 32, 18, true}, {"Q4_1", 3, 32, 20, true},
+                 {"Q5_0", 6, 32, 22, false},    {"Q5_1", 7, 32, 24, false},      {"Q8_0", 8, 32, 34, true}, {"Q4_K", 12, 256, 144, false},
+                 {"Q6_K", 14, 256, 210, false}, {"IQ4_XS", 23, 256, 136, false}, {"BF16", 30, 1, 2, true},  {"MXFP4", 39, 32, 17, false}};
 
     for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
         const struct quant_type *t = quant_type_of(known[i].number);

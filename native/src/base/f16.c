@@ -13,7 +13,7 @@ float gst_f16_to_f32(uint16_t h)
         bits = sign | 0x7f800000u | (mantissa ? 0x400000u | mantissa << 13 : 0);
     } else if (exponent) {
         bits = sign | (exponent + 112) << 23 | mantissa << 13;
-    } else if (mantissa) { /* mantissa * 2^-24, normal in f32 */
+    } else if (mantissa) {                                       /* mantissa * 2^-24, normal in f32 */
         uint32_t shift = (uint32_t)__builtin_clz(mantissa) - 21; /* brings the leading one to bit 10 */
 
         bits = sign | (113 - shift) << 23 | ((mantissa << shift) & 0x3ff) << 13;

@@ -16,10 +16,10 @@
 #include <unistd.h>
 
 #define HEADER_BYTES 24
-#define VALUE_LEAST_BYTES 14   /* key length, one letter, type, one byte */
-#define TENSOR_LEAST_BYTES 33  /* name length, one letter, n_dims, one dim, type, offset */
+#define VALUE_LEAST_BYTES 14  /* key length, one letter, type, one byte */
+#define TENSOR_LEAST_BYTES 33 /* name length, one letter, n_dims, one dim, type, offset */
 #define ALIGNMENT_DEFAULT 32u
-#define ALIGNMENT_LEAST 8u     /* weights are read as floats in place */
+#define ALIGNMENT_LEAST 8u /* weights are read as floats in place */
 #define ALIGNMENT_MOST 65536u
 
 #define FAIL(g, ...) gst_fail((g)->engine->error, GEIST_E_FORMAT, __VA_ARGS__)
@@ -65,7 +65,8 @@ static enum geist_status read_name(struct geist_gguf *g, struct cursor *c, const
         return FAIL(g, "%s %" PRIu64 " at byte %zu: %" PRIu64 " bytes long, at most %" PRIu64, what, index, at, n, most);
     p = cursor_take(c, n);
     if (!p)
-        return FAIL(g, "%s %" PRIu64 " at byte %zu: %" PRIu64 " bytes long, but the file ends after %zu", what, index, at, n, cursor_left(c));
+        return FAIL(g, "%s %" PRIu64 " at byte %zu: %" PRIu64 " bytes long, but the file ends after %zu", what, index, at, n,
+                    cursor_left(c));
     if (memchr(p, 0, (size_t)n))
         return FAIL(g, "%s %" PRIu64 " at byte %zu: holds a NUL", what, index, at);
     *out = malloc((size_t)n + 1);
@@ -98,7 +99,8 @@ static enum geist_status read_items(struct geist_gguf *g, struct cursor *c, cons
 
     if (type == GEIST_STRING) {
         if (count > cursor_left(c) / 8)
-            return FAIL(g, "key %.200s: %" PRIu64 " strings at byte %zu, but the file ends after %zu bytes", key, count, at, cursor_left(c));
+            return FAIL(g, "key %.200s: %" PRIu64 " strings at byte %zu, but the file ends after %zu bytes", key, count, at,
+                        cursor_left(c));
         for (uint64_t i = 0; i < count; i++) {
             enum geist_status status = skip_string(g, c, key);
 
@@ -201,7 +203,8 @@ static enum geist_status read_alignment(struct geist_gguf *g)
         return status;
     g->alignment = found ? alignment : ALIGNMENT_DEFAULT;
     if (g->alignment < ALIGNMENT_LEAST || g->alignment > ALIGNMENT_MOST || (g->alignment & (g->alignment - 1)))
-        return FAIL(g, "general.alignment is %" PRIu32 ": must be a power of two from %u to %u", g->alignment, ALIGNMENT_LEAST, ALIGNMENT_MOST);
+        return FAIL(g, "general.alignment is %" PRIu32 ": must be a power of two from %u to %u", g->alignment, ALIGNMENT_LEAST,
+                    ALIGNMENT_MOST);
     return GEIST_OK;
 }
 
@@ -292,8 +295,8 @@ static enum geist_status place_tensors(struct geist_gguf *g, const uint64_t *off
     qsort(places, n_places, sizeof *places, by_place);
     for (size_t i = 1; i < n_places; i++)
         if ((size_t)(places[i]->data - places[i - 1]->data) < places[i - 1]->data_bytes)
-            return FAIL(g, "tensor %s: its data at byte %zu overlaps that of tensor %s", places[i]->name, (size_t)(places[i]->data - g->bytes),
-                        places[i - 1]->name);
+            return FAIL(g, "tensor %s: its data at byte %zu overlaps that of tensor %s", places[i]->name,
+                        (size_t)(places[i]->data - g->bytes), places[i - 1]->name);
     return GEIST_OK;
 }
 

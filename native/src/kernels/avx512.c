@@ -16,7 +16,7 @@ ALWAYS_INLINE void group_tile(enum gst_pack pack, size_t n_group, const struct t
 {
     const size_t quant_bytes = pack == GST_PACK_Q8_0 ? 512 : 256;
     for (size_t b = 0; b < w->n_blocks; b++) {
-        run_prefetch(w->quants + b * quant_bytes, quant_bytes);
+        run_prefetch(n_group, w->quants + b * quant_bytes, quant_bytes);
         __m512i u[8];
         if (pack == GST_PACK_Q8_0) {
             UNROLL

@@ -65,15 +65,9 @@ static const struct key_rule key_rules[] = {
 };
 
 static const struct key_rule key_rules_qwen35[] = {
-    {"nextn_predict_layers", KEY_READ, 0},
-    {"full_attention_interval", KEY_READ, 0},
-    {"attention.recurrent_layers", KEY_READ, 0},
-    {"rope.dimension_sections", KEY_READ, 0},
-    {"ssm.conv_kernel", KEY_READ, 0},
-    {"ssm.state_size", KEY_READ, 0},
-    {"ssm.group_count", KEY_READ, 0},
-    {"ssm.time_step_rank", KEY_READ, 0},
-    {"ssm.inner_size", KEY_READ, 0},
+    {"nextn_predict_layers", KEY_READ, 0},    {"full_attention_interval", KEY_READ, 0}, {"attention.recurrent_layers", KEY_READ, 0},
+    {"rope.dimension_sections", KEY_READ, 0}, {"ssm.conv_kernel", KEY_READ, 0},         {"ssm.state_size", KEY_READ, 0},
+    {"ssm.group_count", KEY_READ, 0},         {"ssm.time_step_rank", KEY_READ, 0},      {"ssm.inner_size", KEY_READ, 0},
 };
 
 struct reader {
@@ -227,8 +221,8 @@ static enum geist_status read_attention(struct reader *r, struct model_config *c
     if (status)
         return status;
     if (c->n_heads % c->n_kv_heads)
-        return FORMAT(r, "key %s: %" PRIu32 " heads are no multiple of %" PRIu32 " KV heads", full_key(r, "attention.head_count_kv"), c->n_heads,
-                      c->n_kv_heads);
+        return FORMAT(r, "key %s: %" PRIu32 " heads are no multiple of %" PRIu32 " KV heads", full_key(r, "attention.head_count_kv"),
+                      c->n_heads, c->n_kv_heads);
     status = read_u32(r, "attention.key_length", 2, MODEL_MAX_HEAD_DIM, own_sizes ? 0 : c->n_embd / c->n_heads, &c->head_dim);
     if (status)
         return status;
@@ -262,8 +256,8 @@ static enum geist_status check_sections(struct reader *r, const struct model_con
         sum += section;
     }
     if (sum != c->n_rot / 2)
-        return REFUSE(r, "key %s: the first three add up to %" PRId64 "; only %" PRIu32 ", half of the turned dimensions, is supported", key, sum,
-                      c->n_rot / 2);
+        return REFUSE(r, "key %s: the first three add up to %" PRId64 "; only %" PRIu32 ", half of the turned dimensions, is supported",
+                      key, sum, c->n_rot / 2);
     return GEIST_OK;
 }
 
@@ -315,7 +309,8 @@ static enum geist_status read_delta_net(struct reader *r, struct model_config *c
     if (status)
         return status;
     if (inner % c->n_v_heads)
-        return FORMAT(r, "key %s: %" PRIu32 " is no multiple of %" PRIu32 " value heads", full_key(r, "ssm.inner_size"), inner, c->n_v_heads);
+        return FORMAT(r, "key %s: %" PRIu32 " is no multiple of %" PRIu32 " value heads", full_key(r, "ssm.inner_size"), inner,
+                      c->n_v_heads);
     c->dv = inner / c->n_v_heads;
     if (c->dv > MODEL_MAX_HEAD_DIM)
         return REFUSE(r, "key %s: value heads of %" PRIu32 ", at most %u are supported", full_key(r, "ssm.inner_size"), c->dv,

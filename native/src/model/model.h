@@ -76,6 +76,7 @@ struct geist_model {
     uint64_t n_params;
     size_t packed_bytes;
     bool bound;
+    const uint8_t *packed; /* borrows [packed_bytes] once bound */
     uint8_t fingerprint[32];
 };
 

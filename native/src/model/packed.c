@@ -4,7 +4,8 @@
  *     │ header, padded │ taps of a layer │ matrix │ matrix │ ... │     each part at a multiple of 64, the whole one of 4096
  *
  * Offsets follow from the model alone (model_packed_plan), so the header holds no table: a hash over metadata and tensor table says that
- * both sides mean the same model. The last 8 bytes of the header page are a checksum over the rest of it, in every layout. */
+ * both sides mean the same model. The last 8 bytes of the header page are a checksum over the rest of it, in every layout; that of the
+ * parts is in the header, and is compared only when asked for, since it reads everything. */
 #include "gguf/cursor.h"
 #include "gguf/fingerprint.h"
 #include "model/model.h"
@@ -30,8 +31,9 @@ struct header {
     uint64_t n_bytes; /* of everything */
     uint8_t table_sum[32];
     uint8_t fingerprint[32];
+    uint64_t parts_sum; /* checksum of all that follows the header page */
 };
-static_assert(sizeof(struct header) == 96, "the header has no padding");
+static_assert(sizeof(struct header) == 104, "the header has no padding");
 
 /* Everything that is packed, in order: calls visit(context, layer or NULL, matrix or NULL). */
 typedef enum geist_status visit_function(void *context, struct model_layer *layer, struct model_matrix *matrix);
@@ -42,8 +44,8 @@ static enum geist_status visit_parts(struct geist_model *m, visit_function *visi
 
     for (uint32_t i = 0; i < m->config.n_layers; i++) {
         struct model_layer *l = &m->layers[i];
-        struct model_matrix *matrices[] = {&l->attn_q,    &l->attn_k,    &l->attn_v,   &l->attn_output, &l->attn_qkv, &l->attn_gate,
-                                           &l->ssm_alpha, &l->ssm_beta,  &l->ssm_out,  &l->ffn_gate,    &l->ffn_up,   &l->ffn_down};
+        struct model_matrix *matrices[] = {&l->attn_q,    &l->attn_k,   &l->attn_v,  &l->attn_output, &l->attn_qkv, &l->attn_gate,
+                                           &l->ssm_alpha, &l->ssm_beta, &l->ssm_out, &l->ffn_gate,    &l->ffn_up,   &l->ffn_down};
 
         if (l->recurrent) {
             status = visit(context, l, NULL);
@@ -130,7 +132,8 @@ static enum geist_status add_part(void *context, struct model_layer *layer, stru
         size_t n_tiles = (matrix->n_rows + GST_TILE_ROWS - 1) / GST_TILE_ROWS;
 
         for (size_t t = 0; t < n_tiles; t += TASK_TILES)
-            add_task(job, (struct task){.matrix = matrix, .tile_begin = t, .tile_end = t + TASK_TILES < n_tiles ? t + TASK_TILES : n_tiles});
+            add_task(job,
+                     (struct task){.matrix = matrix, .tile_begin = t, .tile_end = t + TASK_TILES < n_tiles ? t + TASK_TILES : n_tiles});
     }
     return GEIST_OK;
 }
@@ -178,12 +181,14 @@ static void run_tasks(void *context, size_t begin, size_t end)
 
 static void write_header(const struct geist_model *m, const uint8_t *sums, uint8_t *buf)
 {
-    struct header h = {.byte_order = BYTE_ORDER_MARK, .layout = GEIST_PACKED_LAYOUT, .numerics = GEIST_NUMERICS, .n_bytes = m->packed_bytes};
+    struct header h = {
+        .byte_order = BYTE_ORDER_MARK, .layout = GEIST_PACKED_LAYOUT, .numerics = GEIST_NUMERICS, .n_bytes = m->packed_bytes};
     uint64_t sum;
 
     memcpy(h.magic, magic, sizeof magic);
     gguf_table_sum(m->gguf, h.table_sum);
     gguf_fingerprint_of_sums(m->gguf, sums, h.fingerprint);
+    h.parts_sum = gst_checksum(buf + GEIST_IMAGE_PAGE, m->packed_bytes - GEIST_IMAGE_PAGE);
     memset(buf, 0, GEIST_IMAGE_PAGE);
     memcpy(buf, &h, sizeof h);
     sum = gst_checksum(buf, HEADER_SUM_AT);
@@ -257,13 +262,14 @@ static enum geist_status check_header(const struct geist_model *m, const uint8_t
     if (h->byte_order != BYTE_ORDER_MARK)
         return gst_fail(error, GEIST_E_MISMATCH, "packed weights: of another byte order");
     if (h->layout != GEIST_PACKED_LAYOUT || h->numerics != GEIST_NUMERICS)
-        return gst_fail(error, GEIST_E_MISMATCH, "packed weights: layout %" PRIu32 ", numerics %" PRIu32 "; this engine has %d and %d", h->layout,
-                        h->numerics, GEIST_PACKED_LAYOUT, GEIST_NUMERICS);
+        return gst_fail(error, GEIST_E_MISMATCH, "packed weights: layout %" PRIu32 ", numerics %" PRIu32 "; this engine has %d and %d",
+                        h->layout, h->numerics, GEIST_PACKED_LAYOUT, GEIST_NUMERICS);
     gguf_table_sum(m->gguf, table_sum);
     if (memcmp(h->table_sum, table_sum, 32))
         return gst_fail(error, GEIST_E_MISMATCH, "packed weights: of another model (metadata or tensor table differ)");
     if (h->n_bytes != m->packed_bytes)
-        return gst_fail(error, GEIST_E_MISMATCH, "packed weights: made for %" PRIu64 " bytes, this model has %zu", h->n_bytes, m->packed_bytes);
+        return gst_fail(error, GEIST_E_MISMATCH, "packed weights: made for %" PRIu64 " bytes, this model has %zu", h->n_bytes,
+                        m->packed_bytes);
     if (n != m->packed_bytes)
         return gst_fail(error, GEIST_E_IMAGE, "packed weights: %zu bytes, must be %zu", n, m->packed_bytes);
     return GEIST_OK;
@@ -287,7 +293,22 @@ enum geist_status geist_model_bind(struct geist_model *m, const void *packed, si
     if (m->tied)
         m->token_embd.packed = m->output.packed;
     memcpy(m->fingerprint, h.fingerprint, 32);
+    m->packed = packed;
     m->bound = true;
+    return GEIST_OK;
+}
+
+enum geist_status geist_model_verify(const struct geist_model *m)
+{
+    struct header h;
+
+    if (!m)
+        return GEIST_E_ARGUMENT;
+    if (!m->bound)
+        return gst_fail(m->engine->error, GEIST_E_STATE, "no packed weights are bound");
+    memcpy(&h, m->packed, sizeof h);
+    if (gst_checksum(m->packed + GEIST_IMAGE_PAGE, m->packed_bytes - GEIST_IMAGE_PAGE) != h.parts_sum)
+        return gst_fail(m->engine->error, GEIST_E_IMAGE, "packed weights: their checksum does not agree");
     return GEIST_OK;
 }
 

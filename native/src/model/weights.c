@@ -7,7 +7,7 @@
 
 struct binder {
     struct geist_model *m;
-    bool *used;              /* owns [n_tensors] */
+    bool *used; /* owns [n_tensors] */
     char name[GGUF_MAX_NAME_BYTES + 1];
     enum geist_status status; /* the first failure; everything after it is skipped */
 };
@@ -35,8 +35,8 @@ static const struct gguf_tensor *find(struct binder *b, const char *name, uint64
     }
     if (t->dims[0] != d0 || t->dims[1] != d1 || t->dims[2] != 1 || t->dims[3] != 1) {
         FAIL(b, GEIST_E_FORMAT,
-             "tensor %s: shape [%" PRIu64 ", %" PRIu64 "] expected, [%" PRIu64 ", %" PRIu64 ", %" PRIu64 ", %" PRIu64 "] found", name, d0, d1,
-             t->dims[0], t->dims[1], t->dims[2], t->dims[3]);
+             "tensor %s: shape [%" PRIu64 ", %" PRIu64 "] expected, [%" PRIu64 ", %" PRIu64 ", %" PRIu64 ", %" PRIu64 "] found", name, d0,
+             d1, t->dims[0], t->dims[1], t->dims[2], t->dims[3]);
         return NULL;
     }
     if (!b->used[t - g->tensors])
@@ -72,7 +72,8 @@ static void matrix(struct binder *b, const char *name, size_t n_rows, size_t n_c
     out->packed.n_rows = n_rows;
     out->packed.n_cols = n_cols;
     if (!out->type || !out->type->supported)
-        FAIL(b, GEIST_E_UNSUPPORTED, "tensor %s: type %s; F32, F16, BF16, Q8_0, Q4_0 and Q4_1 are supported", name, gguf_tensor_type_name(t));
+        FAIL(b, GEIST_E_UNSUPPORTED, "tensor %s: type %s; F32, F16, BF16, Q8_0, Q4_0 and Q4_1 are supported", name,
+             gguf_tensor_type_name(t));
 }
 
 static const float *layer_floats(struct binder *b, uint32_t i, const char *part, uint64_t n)

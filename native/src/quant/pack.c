@@ -5,12 +5,12 @@
 #include "quant/quant.h"
 
 struct layout {
-    size_t block_bytes;   /* in the file */
-    size_t header_bytes;  /* of it: d, and m */
-    size_t quant_bytes;   /* of it: the values */
+    size_t block_bytes;  /* in the file */
+    size_t header_bytes; /* of it: d, and m */
+    size_t quant_bytes;  /* of it: the values */
     bool has_minimum;
-    uint8_t flip;         /* xor over the values: int8 becomes u8 with an offset of 128 */
-    uint8_t zero;         /* the packed byte of rows that are not there */
+    uint8_t flip; /* xor over the values: int8 becomes u8 with an offset of 128 */
+    uint8_t zero; /* the packed byte of rows that are not there */
 };
 
 static const struct layout layouts[GST_PACK_COUNT] = {
@@ -45,9 +45,9 @@ void quant_pack(enum gst_pack pack, const uint8_t *rows, size_t n_rows, size_t n
     if (!quant_packed_bytes(pack, n_rows, n_cols, &tile_bytes, &bytes))
         return;
     for (size_t t = tile_begin; t < tile_end; t++) {
-        uint8_t *quants = tiles + t * tile_bytes;                                   /* [n_blocks][quant_bytes / 4][16][4] */
-        uint8_t *scales = quants + n_blocks * l->quant_bytes * GST_TILE_ROWS;       /* [n_blocks][16] f16 */
-        uint8_t *minimums = scales + n_blocks * 2 * GST_TILE_ROWS;                  /* [n_blocks][16] f16 */
+        uint8_t *quants = tiles + t * tile_bytes;                             /* [n_blocks][quant_bytes / 4][16][4] */
+        uint8_t *scales = quants + n_blocks * l->quant_bytes * GST_TILE_ROWS; /* [n_blocks][16] f16 */
+        uint8_t *minimums = scales + n_blocks * 2 * GST_TILE_ROWS;            /* [n_blocks][16] f16 */
         uint8_t *end = l->has_minimum ? minimums + n_blocks * 2 * GST_TILE_ROWS : minimums;
 
         for (size_t r = 0; r < GST_TILE_ROWS; r++) {

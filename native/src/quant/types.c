@@ -2,9 +2,18 @@
  * a message can name them. */
 #include "quant/quant.h"
 
-#define FLOATS(name, number, bytes, float_type) {name, number, 1, bytes, true, GST_PACK_NONE, float_type}
-#define BLOCKS(name, number, bytes, pack) {name, number, 32, bytes, true, pack, GST_F32}
-#define FOREIGN(name, number, values, bytes) {name, number, values, bytes, false, GST_PACK_NONE, GST_F32}
+#define FLOATS(name, number, bytes, float_type)                                                                                            \
+    {                                                                                                                                      \
+        name, number, 1, bytes, true, GST_PACK_NONE, float_type                                                                            \
+    }
+#define BLOCKS(name, number, bytes, pack)                                                                                                  \
+    {                                                                                                                                      \
+        name, number, 32, bytes, true, pack, GST_F32                                                                                       \
+    }
+#define FOREIGN(name, number, values, bytes)                                                                                               \
+    {                                                                                                                                      \
+        name, number, values, bytes, false, GST_PACK_NONE, GST_F32                                                                         \
+    }
 
 static const struct quant_type types[] = {
     FLOATS("F32", 0, 4, GST_F32),

@@ -294,6 +294,8 @@ class Directory:
             if worker in piece.mappers and piece.mappers[worker] < answered:
                 del piece.mappers[worker]
                 self._count(piece)
+        if entry.state == "gone" and not entry.leases:
+            self._forget(entry)
         self._bury(entry)
         return True
 
@@ -372,12 +374,13 @@ class Directory:
             entry = entry.parent
 
     def _forget(self, entry: Entry) -> None:
-        """Asks every worker that may have a nameless object of this entry mapped, unless it has been asked since it was told."""
+        """Asks every worker that may have a nameless object of this entry mapped. One question at a time: a worker may answer two
+        with one word, and whoever was told of the object after the question is asked again after the answer."""
         workers: set[str] = set()
         for piece in entry.pieces:
             if not piece.linked:
-                workers.update(w for w, told in piece.mappers.items() if told >= entry.forgets.get(w, 0))
-        for worker in sorted(workers):
+                workers.update(piece.mappers)
+        for worker in sorted(w for w in workers if entry.forgets.get(w, 0) == entry.forgotten.get(w, 0)):
             entry.forgets[worker] = entry.forgets.get(worker, 0) + 1
             entry.mapped.discard(worker)
             self._emit(SendWorker(worker, Forget(entry.id)))
@@ -419,8 +422,9 @@ class Directory:
                 assert entry.children or any(p.alive for p in entry.pieces), f"context {key} is kept for nothing"
                 assert entry.leases or not entry.image.linked, f"context {key} keeps its image for nothing"
                 for piece in entry.pieces:
-                    for worker, told in piece.mappers.items():
-                        assert piece.linked or told < entry.forgets.get(worker, 0), f"{worker} was not told to forget {key}"
+                    for worker in piece.mappers:
+                        asked = entry.forgets.get(worker, 0) > entry.forgotten.get(worker, 0)
+                        assert piece.linked or asked, f"{worker} was not told to forget {key}"
             else:
                 assert entry.attached and all(p.linked for p in entry.pieces)
             assert entry.attached or not entry.children

@@ -16,7 +16,8 @@ class Piece:
     """One object. Its memory is in use while it has a name or somebody has it mapped.
 
     mappers: worker -> how many Forgets for the context had been sent to it when it was last told of this object. The k-th
-    Forgotten from a worker is the answer to the k-th Forget, so it clears marks below k and leaves what came later.
+    Forgotten from a worker is the answer to the k-th Forget (only one is unanswered at a time), so it clears marks below k and
+    leaves what came later.
     """
 
     __slots__ = ("counted", "linked", "mappers", "n_bytes", "name")

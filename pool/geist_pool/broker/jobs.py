@@ -19,7 +19,7 @@ from typing import Final, Literal
 from geist_pool.broker.entries import Entry
 from geist_pool.broker.events import Route
 from geist_pool.broker.text_types import TextDone
-from geist_pool.protocol import ContextCreate, Generate, Grant, Mismatch, Score, Tokenize
+from geist_pool.protocol import ContextCreate, Generate, Grant, Mismatch, Score, Tokenize, TokenLogprob
 from geist_pool.text.stream import ByteStream
 
 JobState = Literal["new", "text", "held", "reserving", "waiting", "assigned", "cancelling", "ended"]
@@ -63,10 +63,12 @@ class Ticket:
 
 @dataclass(slots=True)
 class Stream:
-    """What has been sent of a streamed answer; a second attempt's repeats are told by it."""
+    """What has been sent of a streamed answer: a second attempt's repeats are told by it, and if that attempt is cut short, the
+    answer is what the client has seen already."""
 
-    n_tokens: int = 0
-    n_bytes: int = 0
+    tokens: list[int] = field(default_factory=list)
+    data: bytearray = field(default_factory=bytearray)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     text: ByteStream = field(default_factory=ByteStream)
 
 

@@ -1,4 +1,4 @@
-"""The broker decides here: an event in, actions out. Pure: no I/O and no clock; time is an argument, Unix seconds that never go back.
+"""The broker decides here: an event in, actions out. Pure: no I/O and no clock; time is an argument, in Unix seconds.
 
     actions = machine.handle(Received(...), now)
 

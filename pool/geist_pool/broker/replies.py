@@ -133,13 +133,26 @@ def existing_result(info: ContextInfo, ticket: Ticket, join: Join, now: float) -
 
 def next_chunk(stream: Stream, message: Tokens) -> GenerateChunk | None:
     """What of a worker's message is new to the client; None if nothing is. Raises Internal where something is missing."""
-    if message.index > stream.n_tokens or message.byte_index > stream.n_bytes:
+    n_tokens, n_bytes = len(stream.tokens), len(stream.data)
+    if message.index > n_tokens or message.byte_index > n_bytes:
         raise Internal(
             f"the stream goes on at token {message.index}, byte {message.byte_index}; "
-            f"it had come to token {stream.n_tokens}, byte {stream.n_bytes}"
+            f"it had come to token {n_tokens}, byte {n_bytes}"
         )
     return _advance(
         stream, message.index, message.tokens, message.byte_index, message.data, message.logprobs, last=False
+    )
+
+
+def at_least(stream: Stream, answer: GenerateDone) -> GenerateDone:
+    """The answer; where a repeated attempt was cut short before it came to what the client has seen, what that was."""
+    if len(answer.tokens) >= len(stream.tokens) or answer.finish_reason not in ("cancelled", "deadline"):
+        return answer
+    return msgspec.structs.replace(
+        answer,
+        tokens=tuple(stream.tokens),
+        data=bytes(stream.data),
+        logprobs=None if answer.logprobs is None else tuple(stream.logprobs),
     )
 
 
@@ -158,24 +171,19 @@ def _advance(
     *,
     last: bool,
 ) -> GenerateChunk | None:
-    known = stream.n_tokens - index
-    new_tokens = tokens[known:]
-    new_data = data[stream.n_bytes - byte_index :]
+    n_known = len(stream.tokens)
+    new_tokens = tokens[n_known - index :]
+    new_data = data[len(stream.data) - byte_index :]
+    new_logprobs = None if logprobs is None else logprobs[n_known - index :]
+    stream.tokens += new_tokens
+    stream.data += new_data
+    stream.logprobs += new_logprobs or ()
     text = stream.text.feed(new_data)
     if last:
         text += stream.text.finish()
     if not new_tokens and not text:
-        stream.n_bytes += len(new_data)
         return None
-    chunk = GenerateChunk(
-        index=stream.n_tokens,
-        tokens=new_tokens,
-        text=text,
-        logprobs=None if logprobs is None else logprobs[known:],
-    )
-    stream.n_tokens += len(new_tokens)
-    stream.n_bytes += len(new_data)
-    return chunk
+    return GenerateChunk(index=n_known, tokens=new_tokens, text=text, logprobs=new_logprobs)
 
 
 def _join(job: Job) -> Join:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from geist_pool.broker import replies
 from geist_pool.broker.books import Books
 from geist_pool.broker.entries import Entry
@@ -207,12 +209,13 @@ def answer(books: Books, job: Job, message: Done) -> Result:
     (ticket,) = job.tickets
     if not isinstance(message.result, GenerateDone):
         return replies.score_result(job, ticket, message, books.now)
-    result = replies.generate_result(job, ticket, message, books.now)
     if job.stream is not None:
-        chunk = replies.last_chunk(job.stream, message.result)
+        whole = replies.at_least(job.stream, message.result)
+        message = msgspec.structs.replace(message, result=whole)
+        chunk = replies.last_chunk(job.stream, whole)
         if chunk is not None:
             send_chunk(books, job, chunk)
-    return result
+    return replies.generate_result(job, ticket, message, books.now)
 
 
 def created(books: Books, job: Job, message: Done) -> None:

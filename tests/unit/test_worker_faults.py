@@ -1,0 +1,56 @@
+"""Faults on request.
+
+Property: a fault happens at its point at its count and nowhere else; without configuration a point does nothing. Tolerance: none.
+Reason: the tests of dying workers stand on these.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from geist_pool.worker import faults
+from geist_pool.worker.faults import POINTS, Faults
+
+
+@pytest.fixture
+def signals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    sent: list[int] = []
+
+    def kill(pid: int, number: int) -> None:
+        assert pid == os.getpid()
+        sent.append(number)
+
+    monkeypatch.setattr(faults.os, "kill", kill)
+    return sent
+
+
+def test_nothing_is_asked_for_and_nothing_happens(signals: list[int]) -> None:
+    for table in (Faults(), Faults(("broker-slow", "kill-nowhere=1", "kill-decode=x", "kill-"))):
+        for point in POINTS:
+            table(point)
+    assert signals == []
+
+
+def test_the_count_is_exact(signals: list[int]) -> None:
+    table = Faults(("kill-decode=3", "stop-attach"))
+    for _ in range(2):
+        table("decode")
+        table("score")
+    assert signals == []
+    table("decode")
+    assert signals == [signal.SIGKILL]
+    table("decode")
+    table("attach")
+    table("attach")
+    assert signals == [signal.SIGKILL, signal.SIGSTOP]
+
+
+def test_slow_is_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(faults.time, "sleep", slept.append)
+    table = Faults(("slow-prefill=250",))
+    for point in ("prefill", "decode", "prefill"):
+        table(point)
+    assert [s for s in slept if s] == [0.25, 0.25]
