@@ -42,6 +42,7 @@ from bench.harness import (
     finish,
     interleave,
     machine_facts,
+    run,
     show_progress,
 )
 from bench.work import pass_macs
@@ -313,4 +314,4 @@ def effective_tier(tier: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

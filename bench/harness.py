@@ -361,9 +361,9 @@ def table(report: Report) -> str:
         "  " + ", ".join(f"{k} {v}" for k, v in report.settings.items()),
     ]
     groups = list(dict.fromkeys(row.group for row in report.rows))
-    width = max(len(row.name) for row in report.rows)
+    width = max(len(words) for row in report.rows for words in (row.name, row.group))
     for group in groups:
-        lines += ["", f"{group}{'':{max(0, width + 2 - len(group))}}   median      min       q1       q3      max   stands for"]
+        lines += ["", f"{group:<{width + 2}}   median      min       q1       q3      max   stands for"]
         for row in (r for r in report.rows if r.group == group):
             s = row.seconds
             times = " ".join(f"{_time(t):>8}" for t in (s.median, s.min, s.q1, s.q3, s.max))
@@ -404,6 +404,8 @@ def _work(row: Row) -> str:
             out.append(f"{n / 1e6:.2f} MB of state")
         elif unit == "macs":
             out.append(f"{n / 1e9:.3g} GMAC ({per_second / 1e9:.3g} GMAC/s)")
+        elif unit == "decisions":
+            out.append(f"{n} decisions ({_number(per_second)}/s)")
         else:
             out.append(f"{n} {unit}")
     return ", ".join(out)
@@ -416,15 +418,22 @@ def arguments(about: str) -> argparse.ArgumentParser:
     """--model, --repeats, --quick, --threads, --tier, --out, --host-kind, --cache-dir, --no-write."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="path of a GGUF, or smollm2, which is fetched once (default)")
-    parser.add_argument("--repeats", type=int, help="rounds that are kept")
+    parser.add_argument("--repeats", type=_positive, help="rounds that are kept")
     parser.add_argument("--quick", action="store_true", help="a few rounds, to see that it works; not to be quoted")
-    parser.add_argument("--threads", type=int, default=1, help="threads of the engine (of each worker); default 1")
+    parser.add_argument("--threads", type=_positive, default=1, help="threads of the engine (of each worker); default 1")
     parser.add_argument("--tier", default="auto", choices=("auto", "scalar", "avx2", "avx512"), help="instruction set")
     parser.add_argument("--cache-dir", help="models and packed weights; default: the user's cache")
     parser.add_argument("--out", type=Path, default=RESULTS, help=f"where the result goes; default {RESULTS.relative_to(ROOT)}")
     parser.add_argument("--host-kind", help="the machine's name in the result's file name; default: from the processor's")
     parser.add_argument("--no-write", action="store_true", help="only print")
     return parser
+
+
+def _positive(word: str) -> int:
+    n = int(word)
+    if n < 1:
+        raise argparse.ArgumentTypeError("at least 1")
+    return n
 
 
 def fetched_model(name_or_path: str, cache_dir: str | None) -> tuple[Path, Path]:
@@ -463,13 +472,29 @@ def finish(
         checks=tuple(checks),
         facts=dict(facts),
     )
-    print(table(report))
     if not report.sound:
+        print(table(report))
         print("a check failed: these times mean nothing and are not kept", file=sys.stderr)
         return 1
-    if not args.no_write:
-        print(f"written: {write(report, args.out, args.host_kind or host_kind(machine))}")
+    path = None if args.no_write else write(report, args.out, args.host_kind or host_kind(machine))
+    print(table(report) + (f"\nwritten: {path}" if path else ""))
     return 0
+
+
+def run(main: Callable[[], int]) -> int:
+    """The bench's exit status; every expected error is one sentence on stderr."""
+    from geist_pool.errors import GeistPoolError
+
+    try:
+        return main()
+    except GeistPoolError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; nothing was kept", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone
+        return 1
 
 
 def show_progress(what: str) -> Callable[[int, int], None]:

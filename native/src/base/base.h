@@ -31,6 +31,8 @@ void *gst_engine_scratch(struct geist_engine *e, size_t n);
 
 /* 64-byte aligned memory, zeroed; NULL when out of memory. n = 0 gives a valid pointer. Freed with gst_free. */
 void *gst_alloc(size_t n);
+/* The same without the zeros: for large buffers that are written before they are read. */
+void *gst_alloc_raw(size_t n);
 void gst_free(void *p);
 
 /* Products and sums that can only say no: false when the result does not fit. */

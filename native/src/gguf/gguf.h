@@ -5,12 +5,12 @@
 #include "base/base.h"
 
 /* Caps on what a file may claim, so that no count can exhaust memory. Named, tested, in one place. */
-#define GGUF_MAX_VALUES 65536u          /* metadata entries */
+#define GGUF_MAX_VALUES 65536u /* metadata entries */
 #define GGUF_MAX_TENSORS 65536u
 #define GGUF_MAX_KEY_BYTES 4096u
-#define GGUF_MAX_NAME_BYTES 256u        /* tensor names */
+#define GGUF_MAX_NAME_BYTES 256u          /* tensor names */
 #define GGUF_MAX_STRING_BYTES (64u << 20) /* a metadata string, e.g. a chat template */
-#define GGUF_MAX_ARRAY (1u << 26)       /* elements of an array; arrays of arrays are refused */
+#define GGUF_MAX_ARRAY (1u << 26)         /* elements of an array; arrays of arrays are refused */
 
 struct gguf_value {
     char *key; /* owned, NUL-terminated */
@@ -18,11 +18,11 @@ struct gguf_value {
 };
 
 struct gguf_tensor {
-    char *name; /* owned, NUL-terminated */
+    char *name;            /* owned, NUL-terminated */
     char unknown_type[16]; /* "?41", where the type number is unknown */
     uint32_t type;
     uint32_t n_dims;
-    uint64_t dims[4];   /* dims[0] is the row length; unused ones are 1 */
+    uint64_t dims[4];    /* dims[0] is the row length; unused ones are 1 */
     const uint8_t *data; /* aliases the file; NULL if the type's size is unknown */
     size_t data_bytes;
 };
@@ -35,11 +35,11 @@ struct geist_gguf {
     uint32_t version;
     uint32_t alignment;
     size_t n_values, n_tensors;
-    struct gguf_value *values;   /* owns [n_values] */
-    struct gguf_tensor *tensors; /* owns [n_tensors] */
-    const struct gguf_value **values_by_key;     /* owns [n_values], sorted */
-    const struct gguf_tensor **tensors_by_name;  /* owns [n_tensors], sorted */
-    size_t values_end; /* the file: header and metadata [0, values_end), tensor table [values_end, table_end), */
+    struct gguf_value *values;                  /* owns [n_values] */
+    struct gguf_tensor *tensors;                /* owns [n_tensors] */
+    const struct gguf_value **values_by_key;    /* owns [n_values], sorted */
+    const struct gguf_tensor **tensors_by_name; /* owns [n_tensors], sorted */
+    size_t values_end;                          /* the file: header and metadata [0, values_end), tensor table [values_end, table_end), */
     size_t table_end;
     size_t data_begin; /* padding, tensor data from here on */
 };

@@ -11,8 +11,8 @@
 #include "kernels/matmul_groups.h"
 
 /* vpmaddubsw multiplies u8 with s8 and adds two neighbours to 16 bits, saturating.
- * Q8_0: |w| (128 at most) with a's sign flipped where w < 0: two products are 2 * 128 * 127 at most, which fits. u8 = w + 128 itself would not.
- * Q4: u4 * a; the pairs of all eight groups are 8 * 2 * 15 * 127 = 30,480 at most, so that a whole block adds up in 16 bits. */
+ * Q8_0: |w| (128 at most) with a's sign flipped where w < 0: two products are 2 * 128 * 127 at most, which fits. u8 = w + 128 itself would
+ * not. Q4: u4 * a; the pairs of all eight groups are 8 * 2 * 15 * 127 = 30,480 at most, so that a whole block adds up in 16 bits. */
 ALWAYS_INLINE void block_dots(enum gst_pack pack, size_t n_group, const uint8_t *quants, const int8_t (*q)[GST_QUANT_BLOCK],
                               const int32_t *start, __m256i (*dot)[2])
 {

@@ -1,4 +1,5 @@
-/* avx512.c - the tier for AVX-512 F, BW, DQ, VL and VNNI: its quantised products; all else is the shared text. Compiled with those flags. */
+/* avx512.c - the tier for AVX-512 F, BW, DQ, VL and VNNI: its quantised products; all else is the shared text. Compiled with those flags.
+ */
 #if defined(__x86_64__)
 
 #include "geist.h"
@@ -10,8 +11,8 @@
 #define GROUP_TOKENS 16
 #include "kernels/matmul_groups.h"
 
-/* vpdpbusd multiplies u8 weights with s8 activations and adds four neighbours to a lane's 32 bits, exactly; a lane is a row. The weights of a
- * block stay in eight registers while the tokens pass; four activations are broadcast at a time. */
+/* vpdpbusd multiplies u8 weights with s8 activations and adds four neighbours to a lane's 32 bits, exactly; a lane is a row. The weights of
+ * a block stay in eight registers while the tokens pass; four activations are broadcast at a time. */
 ALWAYS_INLINE void group_tile(enum gst_pack pack, size_t n_group, const struct tile_run *w, const struct token_group *g, struct vec16 *acc)
 {
     const size_t quant_bytes = pack == GST_PACK_Q8_0 ? 512 : 256;

@@ -6,11 +6,11 @@
  *     p = exp(r)                             Horner with fma: (((((c6 r + c5) r + c4) r + c3) r + c2) r + 1) r + 1
  *     exp(x) = p 2^n                         n added to the exponent field of p
  *
- * For -87.3 <= x <= 88.7 the result is a normal number, so that adding to the exponent field is exact: with n = -126, x >= -87.3 means r > 0
- * and p >= 1; with n = 128, x <= 88.7 means r < 0 and p < 1. Outside of it the result is 0 or infinity. exp(+-0) is 1.
+ * For -87.3 <= x <= 88.7 the result is a normal number, so that adding to the exponent field is exact: with n = -126, x >= -87.3 means r >
+ * 0 and p >= 1; with n = 128, x <= 88.7 means r < 0 and p < 1. Outside of it the result is 0 or infinity. exp(+-0) is 1.
  *
- * c2 .. c6 minimise the relative error of exp(r) over |r| <= 0.347 (weighted least squares with weights iterated towards the largest error),
- * then were rounded to f32: 4.4e-9 relative, far below half an ulp (6e-8). */
+ * c2 .. c6 minimise the relative error of exp(r) over |r| <= 0.347 (weighted least squares with weights iterated towards the largest
+ * error), then were rounded to f32: 4.4e-9 relative, far below half an ulp (6e-8). */
 #ifndef GEIST_EXP_H
 #define GEIST_EXP_H
 

@@ -66,11 +66,11 @@ struct gst_kernels {
     /* y[t * y_stride + r] for rows r of tiles [tile_begin, tile_end) (rows behind n_rows are not written), t < T. Per element, blocks b in
      * order from acc = +0: dot = exact integer sum of w * q; acc = fma((float)dot, scale[t,b] * d[r,b], acc);
      * Q4_1 then: acc = fma(m[r,b], scale[t,b] * (float)sum[t,b], acc), with dot over u4. */
-    void (*matmul[GST_PACK_COUNT])(const struct gst_packed *w, size_t tile_begin, size_t tile_end, const struct gst_qact *a, size_t n_tokens,
-                                   float *y, size_t y_stride);
+    void (*matmul[GST_PACK_COUNT])(const struct gst_packed *w, size_t tile_begin, size_t tile_end, const struct gst_qact *a,
+                                   size_t n_tokens, float *y, size_t y_stride);
 
-    /* y[t * y_stride + r] = 16-lane sum over k of w[r,k] * x[t,k], rows [row_begin, row_end) of w [n_rows, n_cols] of `type`, little-endian,
-     * 2-byte aligned at least; F16 and BF16 are widened exactly. x [T, x_stride]. Any n_cols >= 1. */
+    /* y[t * y_stride + r] = 16-lane sum over k of w[r,k] * x[t,k], rows [row_begin, row_end) of w [n_rows, n_cols] of `type`,
+     * little-endian, 2-byte aligned at least; F16 and BF16 are widened exactly. x [T, x_stride]. Any n_cols >= 1. */
     void (*matmul_float)(const void *w, enum gst_float_type type, size_t n_cols, size_t row_begin, size_t row_end, const float *x,
                          size_t x_stride, size_t n_tokens, float *y, size_t y_stride);
 
@@ -96,13 +96,12 @@ struct gst_kernels {
     float (*sum_exp)(const float *x, size_t n, float shift); /* 16-lane sum of exp(x[i] - shift) */
     int (*all_finite)(const float *x, size_t n);
 
-    /* Online softmax over one KV block, one query row and head. k, v: [n_live.., dim] rows of `kv_type` (GST_F16 or GST_F32), row stride dim.
-     * Only positions 0 .. n_live-1 are read, 1 <= n_live <= 64.
-     *   s_j = (16-lane sum of q*k_j) * scale;  m' = max(m, s_0 .. s_{n-1});  c = exp(m - m');  p_j = exp(s_j - m')
-     *   l = fma(l, c, 16-lane sum of p_j);  o[d] = o[d] * c, then for j in order o[d] = fma(p_j, v_j[d], o[d])
-     * Start: m = -infinity, l = 0, o = 0. */
-    void (*attend)(const float *q, const void *k, const void *v, enum gst_float_type kv_type, size_t n_live, size_t dim, float scale, float *m,
-                   float *l, float *o);
+    /* Online softmax over one KV block, one query row and head. k, v: [n_live.., dim] rows of `kv_type` (GST_F16 or GST_F32), row stride
+     * dim. Only positions 0 .. n_live-1 are read, 1 <= n_live <= 64. s_j = (16-lane sum of q*k_j) * scale;  m' = max(m, s_0 .. s_{n-1});  c
+     * = exp(m - m');  p_j = exp(s_j - m') l = fma(l, c, 16-lane sum of p_j);  o[d] = o[d] * c, then for j in order o[d] = fma(p_j, v_j[d],
+     * o[d]) Start: m = -infinity, l = 0, o = 0. */
+    void (*attend)(const float *q, const void *k, const void *v, enum gst_float_type kv_type, size_t n_live, size_t dim, float scale,
+                   float *m, float *l, float *o);
     /* y[i] = x[i] * (1 / l). y may be x. */
     void (*scale_by_inverse)(const float *x, size_t n, float l, float *y);
 
@@ -113,14 +112,14 @@ struct gst_kernels {
     void (*conv_silu)(const float *taps, size_t width, size_t n_channels, size_t begin, size_t end, const float *window_in, const float *u,
                       size_t u_stride, size_t n_tokens, float *y, size_t y_stride, float *window_out);
 
-    /* Gated delta rule of one head over value columns [begin, end), token by token. state [dk, dv] row-major; state_in is only read, state_out
-     * gets the columns after the last token and may be state_in. q, k [T, *_stride] of dk values, v and o [T, *_stride] of dv values (pointers to
-     * the head's first value of token 0), decay and beta [T, gate_stride] (one value a token). dk <= 256. Per token, per column c:
-     *   S[i,c] = S[i,c] * decay;  p = +0, for i in order p = fma(S[i,c], k[i], p);  d = beta * (v[c] - p)
-     *   S[i,c] = fma(k[i], d, S[i,c]);  o[c] = +0, for i in order fma(S[i,c], q[i], o[c]) */
-    void (*delta_rule)(const float *state_in, float *state_out, size_t dk, size_t dv, size_t begin, size_t end, const float *q, const float *k,
-                       size_t qk_stride, const float *v, size_t v_stride, const float *decay, const float *beta, size_t gate_stride,
-                       size_t n_tokens, float *o, size_t o_stride);
+    /* Gated delta rule of one head over value columns [begin, end), token by token. state [dk, dv] row-major; state_in is only read,
+     * state_out gets the columns after the last token and may be state_in. q, k [T, *_stride] of dk values, v and o [T, *_stride] of dv
+     * values (pointers to the head's first value of token 0), decay and beta [T, gate_stride] (one value a token). dk <= 256. Per token,
+     * per column c: S[i,c] = S[i,c] * decay;  p = +0, for i in order p = fma(S[i,c], k[i], p);  d = beta * (v[c] - p) S[i,c] = fma(k[i], d,
+     * S[i,c]);  o[c] = +0, for i in order fma(S[i,c], q[i], o[c]) */
+    void (*delta_rule)(const float *state_in, float *state_out, size_t dk, size_t dv, size_t begin, size_t end, const float *q,
+                       const float *k, size_t qk_stride, const float *v, size_t v_stride, const float *decay, const float *beta,
+                       size_t gate_stride, size_t n_tokens, float *o, size_t o_stride);
 };
 
 /* The table of a tier, or NULL where this machine (or this build) cannot run it. GEIST_TIER_AUTO: the best. In kernels/tiers.c, the only

@@ -146,8 +146,8 @@ static void matmul_packed(enum gst_pack pack, const struct gst_packed *w, size_t
     size_t block_bytes = pack == GST_PACK_Q8_0 ? 512 : 256;
 
     for (size_t tile = tile_begin; tile < tile_end; tile++) {
-        const uint8_t *quants = w->tiles + tile * w->tile_bytes;      /* [n_blocks][block_bytes] */
-        const uint8_t *scales = quants + n_blocks * block_bytes;      /* [n_blocks][16] f16 */
+        const uint8_t *quants = w->tiles + tile * w->tile_bytes;         /* [n_blocks][block_bytes] */
+        const uint8_t *scales = quants + n_blocks * block_bytes;         /* [n_blocks][16] f16 */
         const uint8_t *minimums = scales + n_blocks * GST_TILE_ROWS * 2; /* the same, Q4_1 only */
 
         for (size_t r = 0; r < GST_TILE_ROWS && tile * GST_TILE_ROWS + r < w->n_rows; r++) {
@@ -306,8 +306,8 @@ static int all_finite(const float *x, size_t n)
 
 /* ---- attention ---- */
 
-static void attend(const float *q, const void *k, const void *v, enum gst_float_type kv_type, size_t n_live, size_t dim, float scale, float *m,
-                   float *l, float *o)
+static void attend(const float *q, const void *k, const void *v, enum gst_float_type kv_type, size_t n_live, size_t dim, float scale,
+                   float *m, float *l, float *o)
 {
     float p[65]; /* [n_live] scores, then their exponentials; behind them the maximum so far */
     for (size_t j = 0; j < n_live; j++) {
@@ -371,9 +371,9 @@ static void conv_silu(const float *taps, size_t width, size_t n_channels, size_t
     }
 }
 
-static void delta_rule(const float *state_in, float *state_out, size_t dk, size_t dv, size_t begin, size_t end, const float *q, const float *k,
-                       size_t qk_stride, const float *v, size_t v_stride, const float *decay, const float *beta, size_t gate_stride,
-                       size_t n_tokens, float *o, size_t o_stride)
+static void delta_rule(const float *state_in, float *state_out, size_t dk, size_t dv, size_t begin, size_t end, const float *q,
+                       const float *k, size_t qk_stride, const float *v, size_t v_stride, const float *decay, const float *beta,
+                       size_t gate_stride, size_t n_tokens, float *o, size_t o_stride)
 {
     for (size_t c = begin; c < end; c++) {
         float column[256]; /* S[., c] */

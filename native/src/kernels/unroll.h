@@ -1,5 +1,5 @@
-/* unroll.h - a kernel body written once for several constant sizes: inlined where it is called with them, and its short loops over registers
- * unrolled, so that arrays of vectors become registers. */
+/* unroll.h - a kernel body written once for several constant sizes: inlined where it is called with them, and its short loops over
+ * registers unrolled, so that arrays of vectors become registers. */
 #ifndef GEIST_UNROLL_H
 #define GEIST_UNROLL_H
 

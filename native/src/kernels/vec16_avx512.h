@@ -1,5 +1,6 @@
-/* vec16_avx512.h - sixteen float lanes as one AVX-512 register: what vector_kernels.h is written in. vec16_avx2.h has the same names, so that
- * both tiers share one text and with it one order of operations. Every operation rounds once, to nearest. Pointers need no alignment. */
+/* vec16_avx512.h - sixteen float lanes as one AVX-512 register: what vector_kernels.h is written in. vec16_avx2.h has the same names, so
+ * that both tiers share one text and with it one order of operations. Every operation rounds once, to nearest. Pointers need no alignment.
+ */
 #ifndef GEIST_VEC16_H
 #define GEIST_VEC16_H
 

@@ -1,7 +1,8 @@
-/* vector_kernels.h - the kernels over floats, written once for both vector tiers in the sixteen lanes of vec16_*.h. A tier's file includes its
- * lanes, then this. What an element goes through is what scalar.c writes, in the same order; only elements stand beside each other.
+/* vector_kernels.h - the kernels over floats, written once for both vector tiers in the sixteen lanes of vec16_*.h. A tier's file includes
+ * its lanes, then this. What an element goes through is what scalar.c writes, in the same order; only elements stand beside each other.
  *
- * A tail takes its elements with the first lanes; where lanes are sums, the others keep their value (adding even +0 would turn -0 into +0). */
+ * A tail takes its elements with the first lanes; where lanes are sums, the others keep their value (adding even +0 would turn -0 into +0).
+ */
 #ifndef GEIST_VECTOR_KERNELS_H
 #define GEIST_VECTOR_KERNELS_H
 
@@ -150,7 +151,7 @@ static void l2_norm(const float *x, size_t n, float eps, float scale, float *y)
         for (; i_ + 16 <= (n); i_ += 16)                                                                                                   \
             vec16_store((y) + i_, f(vec16_load((a) + i_), vec16_load((b) + i_)));                                                          \
         if (i_ < (n))                                                                                                                      \
-            vec16_store_first((y) + i_, (n) - i_, f(vec16_load_first((a) + i_, (n) - i_), vec16_load_first((b) + i_, (n) - i_)));          \
+            vec16_store_first((y) + i_, (n)-i_, f(vec16_load_first((a) + i_, (n)-i_), vec16_load_first((b) + i_, (n)-i_)));                \
     } while (0)
 
 static inline struct vec16 vec16_silu_mul(struct vec16 gate, struct vec16 x)
@@ -292,15 +293,15 @@ static int all_finite(const float *x, size_t n)
 /* ---- products with a float matrix ---- */
 
 /* n_rows rows from row r with n_group tokens from token t, both constants where inlined. */
-ALWAYS_INLINE void float_tile(const void *w, enum gst_float_type type, size_t n_cols, size_t r, size_t n_rows, const float *x, size_t x_stride,
-                              size_t t, size_t n_group, float *y, size_t y_stride)
+ALWAYS_INLINE void float_tile(const void *w, enum gst_float_type type, size_t n_cols, size_t r, size_t n_rows, const float *x,
+                              size_t x_stride, size_t t, size_t n_group, float *y, size_t y_stride)
 {
     struct vec16 lanes[VEC16_ROWS][VEC16_TOKENS];
     UNROLL
     for (size_t i = 0; i < n_rows; i++)
         UNROLL
-        for (size_t j = 0; j < n_group; j++)
-            lanes[i][j] = vec16_set1(0.0f);
+    for (size_t j = 0; j < n_group; j++)
+        lanes[i][j] = vec16_set1(0.0f);
 
     size_t k = 0;
     for (; k + 16 <= n_cols; k += 16) {
@@ -332,12 +333,12 @@ ALWAYS_INLINE void float_tile(const void *w, enum gst_float_type type, size_t n_
     UNROLL
     for (size_t i = 0; i < n_rows; i++)
         UNROLL
-        for (size_t j = 0; j < n_group; j++)
-            y[(t + j) * y_stride + r + i] = vec16_total(lanes[i][j]);
+    for (size_t j = 0; j < n_group; j++)
+        y[(t + j) * y_stride + r + i] = vec16_total(lanes[i][j]);
 }
 
-ALWAYS_INLINE void float_rows(const void *w, enum gst_float_type type, size_t n_cols, size_t r, size_t n_rows, const float *x, size_t x_stride,
-                              size_t n_tokens, float *y, size_t y_stride)
+ALWAYS_INLINE void float_rows(const void *w, enum gst_float_type type, size_t n_cols, size_t r, size_t n_rows, const float *x,
+                              size_t x_stride, size_t n_tokens, float *y, size_t y_stride)
 {
     size_t t = 0;
     for (; t + VEC16_TOKENS <= n_tokens; t += VEC16_TOKENS)

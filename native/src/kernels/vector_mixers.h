@@ -9,10 +9,10 @@
 
 /* ---- attention ---- */
 
-/* s[j] = (q . k_j) * scale of VEC16_KEYS keys from key `first`; keys behind the last live one repeat it, their scores mean nothing. Each key has
- * its own lanes: several beside each other hide the latency of one. */
-ALWAYS_INLINE void attend_keys(const float *q, const void *k, enum gst_float_type type, size_t first, size_t n_live, size_t dim, float scale,
-                               float *s)
+/* s[j] = (q . k_j) * scale of VEC16_KEYS keys from key `first`; keys behind the last live one repeat it, their scores mean nothing. Each
+ * key has its own lanes: several beside each other hide the latency of one. */
+ALWAYS_INLINE void attend_keys(const float *q, const void *k, enum gst_float_type type, size_t first, size_t n_live, size_t dim,
+                               float scale, float *s)
 {
     struct vec16 lanes[VEC16_KEYS];
     size_t at[VEC16_KEYS];
@@ -59,8 +59,8 @@ ALWAYS_INLINE void attend_values(const float *p, const void *v, enum gst_float_t
         vec16_store(o + d + 16 * i, acc[i]);
 }
 
-ALWAYS_INLINE void attend_block(const float *q, const void *k, const void *v, enum gst_float_type type, size_t n_live, size_t dim, float scale,
-                                float *m, float *l, float *o)
+ALWAYS_INLINE void attend_block(const float *q, const void *k, const void *v, enum gst_float_type type, size_t n_live, size_t dim,
+                                float scale, float *m, float *l, float *o)
 {
     float p[64 + 16] = {0}; /* [n_live] scores, then their exponentials; the loops below run over whole vectors */
     for (size_t j = 0; j < n_live; j += VEC16_KEYS)
@@ -94,8 +94,8 @@ ALWAYS_INLINE void attend_block(const float *q, const void *k, const void *v, en
     }
 }
 
-static void attend(const float *q, const void *k, const void *v, enum gst_float_type kv_type, size_t n_live, size_t dim, float scale, float *m,
-                   float *l, float *o)
+static void attend(const float *q, const void *k, const void *v, enum gst_float_type kv_type, size_t n_live, size_t dim, float scale,
+                   float *m, float *l, float *o)
 {
     if (kv_type == GST_F16)
         attend_block(q, k, v, GST_F16, n_live, dim, scale, m, l, o);
@@ -139,8 +139,9 @@ static void conv_silu(const float *taps, size_t width, size_t n_channels, size_t
 
 /* ---- gated delta rule ---- */
 
-/* One block of columns: n_vec vectors of them from column c, or with n_vec = 1 only the first `live` < 16. The block stays in the first-level
- * cache, decayed and with p summed ahead for the next token, so that a token is one walk through it; the last one's goes to state_out. */
+/* One block of columns: n_vec vectors of them from column c, or with n_vec = 1 only the first `live` < 16. The block stays in the
+ * first-level cache, decayed and with p summed ahead for the next token, so that a token is one walk through it; the last one's goes to
+ * state_out. */
 ALWAYS_INLINE void delta_columns(size_t n_vec, size_t live, const float *state_in, float *state_out, size_t dk, size_t dv, size_t c,
                                  const float *q, const float *k, size_t qk_stride, const float *v, size_t v_stride, const float *decay,
                                  const float *beta, size_t gate_stride, size_t n_tokens, float *o, size_t o_stride)
@@ -213,9 +214,9 @@ ALWAYS_INLINE void delta_columns(size_t n_vec, size_t live, const float *state_i
     }
 }
 
-static void delta_rule(const float *state_in, float *state_out, size_t dk, size_t dv, size_t begin, size_t end, const float *q, const float *k,
-                       size_t qk_stride, const float *v, size_t v_stride, const float *decay, const float *beta, size_t gate_stride,
-                       size_t n_tokens, float *o, size_t o_stride)
+static void delta_rule(const float *state_in, float *state_out, size_t dk, size_t dv, size_t begin, size_t end, const float *q,
+                       const float *k, size_t qk_stride, const float *v, size_t v_stride, const float *decay, const float *beta,
+                       size_t gate_stride, size_t n_tokens, float *o, size_t o_stride)
 {
     if (n_tokens == 0) {
         for (size_t i = 0; i < dk && begin < end; i++)

@@ -30,8 +30,8 @@ struct model_config {
     float eps;
     /* gated DeltaNet (qwen35), else 0 */
     uint32_t conv_width, n_k_heads, n_v_heads, dk, dv;
-    uint32_t n_channels; /* of the convolution: 2 n_k_heads dk + n_v_heads dv */
-    uint32_t n_mtp;      /* multi-token-prediction blocks behind the layers; not run */
+    uint32_t n_channels;              /* of the convolution: 2 n_k_heads dk + n_v_heads dv */
+    uint32_t n_mtp;                   /* multi-token-prediction blocks behind the layers; not run */
     bool recurrent[MODEL_MAX_LAYERS]; /* per layer */
 };
 
@@ -46,7 +46,7 @@ struct model_matrix {
 
 struct model_layer {
     bool recurrent;
-    uint32_t index; /* among the layers of its kind: slot of its state */
+    uint32_t index;         /* among the layers of its kind: slot of its state */
     const float *attn_norm; /* [n_embd] */
     const float *ffn_norm;  /* [n_embd] before the MLP (post_attention_norm in qwen35) */
     struct model_matrix ffn_gate, ffn_up, ffn_down;

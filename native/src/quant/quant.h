@@ -9,12 +9,12 @@
 enum ggml_type { GGML_F32 = 0, GGML_F16 = 1, GGML_Q4_0 = 2, GGML_Q4_1 = 3, GGML_Q8_0 = 8, GGML_BF16 = 30 };
 
 struct quant_type {
-    const char *name;      /* "Q8_0" */
+    const char *name; /* "Q8_0" */
     uint32_t number;
     uint32_t block_values; /* values of a block; 1 for floats */
     uint32_t block_bytes;
-    bool supported;        /* this engine computes with it */
-    enum gst_pack pack;    /* GST_PACK_NONE for floats */
+    bool supported;     /* this engine computes with it */
+    enum gst_pack pack; /* GST_PACK_NONE for floats */
     enum gst_float_type float_type;
 };
 

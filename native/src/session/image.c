@@ -313,8 +313,12 @@ static enum geist_status restore_into(struct geist_session *s, const uint8_t *im
 {
     size_t n_whole = h->n_tokens / GEIST_KV_BLOCK, n_rows = h->n_tokens % GEIST_KV_BLOCK;
     const struct image_region *tail = &h->regions[REGION_TAIL], *sums = &h->regions[REGION_BLOCK_SUMS];
-    enum geist_status status = session_reserve(fresh, h->n_tokens);
+    enum geist_status status;
 
+    fresh->recurrent_own = recurrent_create(s->model, &s->layout);
+    if (h->n_tokens)
+        fresh->recurrent = fresh->recurrent_own; /* about to be written whole: spares its zeroing */
+    status = session_reserve(fresh, h->n_tokens);
     if (status != GEIST_OK)
         return gst_fail(s->error, status, "%s", fresh->error);
     if (!get(image, h, REGION_TOKENS, fresh->tokens))
@@ -340,10 +344,10 @@ static enum geist_status restore_into(struct geist_session *s, const uint8_t *im
             return gst_fail(s->error, GEIST_E_IMAGE, "block %zu of the image is damaged", i);
     }
     take_header(fresh, image, h);
-    if (h->n_tokens) {
-        fresh->recurrent = fresh->recurrent_own;
+    if (h->n_tokens)
         fresh->logits = fresh->logits_own;
-    }
+    else
+        fresh->recurrent = NULL;
     return GEIST_OK;
 }
 

@@ -17,17 +17,33 @@ void state_layout_of(const struct geist_model *m, enum geist_kv_type kv_type, st
     out->kv_block_bytes = gst_round_up(GEIST_KV_BLOCK * out->kv_bytes_per_token, GEIST_IMAGE_PAGE);
 }
 
+uint8_t *recurrent_create(const struct geist_model *m, const struct state_layout *l)
+{
+    uint8_t *state = gst_alloc_raw(l->recurrent_bytes);
+    size_t window = (size_t)(m->config.conv_width - 1) * m->config.n_channels * sizeof(float);
+    size_t matrix = (size_t)m->config.n_v_heads * m->config.dk * m->config.dv * sizeof(float);
+
+    /* a pass writes windows and matrices whole; what rounds them up is never written */
+    for (uint32_t i = 0; state && i < m->n_recurrent; i++) {
+        memset(state + state_window_offset(l, i) + window, 0, l->window_bytes - window);
+        memset(state + state_matrix_offset(l, i) + matrix, 0, l->matrix_bytes - matrix);
+    }
+    return state;
+}
+
 struct kv_block *kv_block_create(const struct state_layout *l)
 {
     struct kv_block *b = gst_alloc(sizeof *b);
 
     if (!b)
         return NULL;
-    b->data = gst_alloc(l->kv_block_bytes);
+    b->data = gst_alloc_raw(l->kv_block_bytes);
     if (!b->data) {
         gst_free(b);
         return NULL;
     }
+    /* positions are written before they are read; only the rounding is never written */
+    memset(b->data + GEIST_KV_BLOCK * l->kv_bytes_per_token, 0, l->kv_block_bytes - GEIST_KV_BLOCK * l->kv_bytes_per_token);
     b->n_refs = 1;
     b->owned = true;
     return b;
@@ -57,6 +73,12 @@ void kv_block_release(struct kv_block *b)
 static size_t n_head_runs(const struct geist_model *m)
 {
     return (size_t)m->n_attention * 2 * m->config.n_kv_heads;
+}
+
+void kv_rows_copy(const struct geist_model *m, const struct state_layout *l, const uint8_t *from, size_t n_rows, uint8_t *to)
+{
+    for (size_t i = 0; i < n_head_runs(m); i++)
+        memcpy(to + i * l->kv_head_bytes, from + i * l->kv_head_bytes, n_rows * m->config.head_dim * l->kv_element_bytes);
 }
 
 void kv_tail_pack(const struct geist_model *m, const struct state_layout *l, const uint8_t *block, size_t n_rows, uint8_t *tail)

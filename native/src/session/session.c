@@ -134,9 +134,9 @@ enum geist_status session_reserve(struct geist_session *s, size_t n)
             goto no_memory;
         s->blocks[s->n_blocks++] = b;
     }
-    if (!s->logits_own && !(s->logits_own = gst_alloc(s->model->config.n_vocab * sizeof(float))))
+    if (!s->logits_own && !(s->logits_own = gst_alloc_raw(s->model->config.n_vocab * sizeof(float))))
         goto no_memory;
-    if (!s->recurrent_own && !(s->recurrent_own = gst_alloc(s->layout.recurrent_bytes)))
+    if (!s->recurrent_own && !(s->recurrent_own = recurrent_create(s->model, &s->layout)))
         goto no_memory;
     if (!s->recurrent) { /* position 0 */
         memset(s->recurrent_own, 0, s->layout.recurrent_bytes);
@@ -317,6 +317,8 @@ enum geist_status geist_session_score(struct geist_session *s, const int32_t *to
         return status;
 
     status = session_branch(s, &branch);
+    if (status != GEIST_OK)
+        return gst_fail(s->error, status, "%s", s->model->engine->error);
     for (size_t done = 0; done + 1 < n && status == GEIST_OK;) {
         size_t part = n - 1 - done < FORWARD_MAX_ROWS ? n - 1 - done : FORWARD_MAX_ROWS;
         struct score_sink sink = {s, tokens + done, out + done};
@@ -326,7 +328,7 @@ enum geist_status geist_session_score(struct geist_session *s, const int32_t *to
         status = take_in(branch, tokens + done, part, false, &(struct forward_output){.rows = rows, .sink = score_row, .context = &sink});
         done += part;
     }
-    if (status != GEIST_OK && branch)
+    if (status != GEIST_OK)
         memcpy(s->error, branch->error, sizeof s->error);
     geist_session_destroy(branch);
     return status;
@@ -380,36 +382,54 @@ enum geist_status session_branch(const struct geist_session *src, struct geist_s
     *out = NULL;
     if (status != GEIST_OK)
         return status;
-    status = session_reserve(s, src->n_tokens);
-    if (status != GEIST_OK) {
-        gst_fail(src->model->engine->error, status, "%s", s->error);
-        geist_session_destroy(s);
-        return status;
-    }
-    for (size_t i = 0; i < n_whole; i++) {
-        kv_block_release(s->blocks[i]);
-        s->blocks[i] = src->blocks[i];
-        s->blocks[i]->n_refs++;
+    if (!session_reserve_tables(s, src->n_tokens))
+        goto no_memory;
+    for (; s->n_blocks < n_whole; s->n_blocks++) {
+        s->blocks[s->n_blocks] = src->blocks[s->n_blocks];
+        s->blocks[s->n_blocks]->n_refs++;
     }
     if (n_rows) {
-        /* live rows only: what lies behind them is nobody's */
-        size_t run = n_rows * src->model->config.head_dim * src->layout.kv_element_bytes;
-        size_t n_runs = (size_t)src->model->n_attention * 2 * src->model->config.n_kv_heads;
-        for (size_t i = 0; i < n_runs; i++)
-            memcpy(s->blocks[n_whole]->data + i * s->layout.kv_head_bytes, src->blocks[n_whole]->data + i * s->layout.kv_head_bytes, run);
+        struct kv_block *b = kv_block_create(&s->layout);
+        if (!b)
+            goto no_memory;
+        kv_rows_copy(s->model, &s->layout, src->blocks[n_whole]->data, n_rows, b->data);
+        s->blocks[s->n_blocks++] = b;
     }
-    if (src->n_tokens)
-        memcpy(s->tokens, src->tokens, src->n_tokens * sizeof *s->tokens);
-    s->n_tokens = src->n_tokens;
     if (src->n_tokens) {
+        memcpy(s->tokens, src->tokens, src->n_tokens * sizeof *s->tokens);
         s->recurrent = src->recurrent;
         s->logits = src->logits;
     }
+    s->n_tokens = src->n_tokens;
     s->sampler = src->sampler;
     s->parent_id = src->parent_id;
     s->n_kept = src->n_kept;
     s->broken = src->broken;
     *out = s;
+    return GEIST_OK;
+
+no_memory:
+    geist_session_destroy(s);
+    return gst_fail(src->model->engine->error, GEIST_E_MEMORY, "no memory to branch off at position %zu", src->n_tokens);
+}
+
+/* What lies in an image outlives parent and fork; what is the parent's own is copied. */
+static enum geist_status own_copies(struct geist_session *s, const struct geist_session *src)
+{
+    if (src->n_tokens && src->recurrent == src->recurrent_own) {
+        s->recurrent_own = recurrent_create(s->model, &s->layout);
+        if (!s->recurrent_own)
+            return gst_fail(src->model->engine->error, GEIST_E_MEMORY, "no memory for a fork's recurrent state");
+        memcpy(s->recurrent_own, src->recurrent, s->layout.recurrent_bytes);
+        s->recurrent = s->recurrent_own;
+    }
+    if (src->logits && src->logits == src->logits_own) {
+        s->logits_own = gst_alloc_raw(s->model->config.n_vocab * sizeof(float));
+        if (!s->logits_own)
+            return gst_fail(src->model->engine->error, GEIST_E_MEMORY, "no memory for a fork's logits");
+        memcpy(s->logits_own, src->logits, s->model->config.n_vocab * sizeof(float));
+        s->logits = s->logits_own;
+    }
     return GEIST_OK;
 }
 
@@ -426,14 +446,10 @@ enum geist_status geist_session_fork(const struct geist_session *src, struct gei
     status = session_branch(src, &s);
     if (status != GEIST_OK)
         return status;
-    /* what lies in an image outlives both; what is the parent's own is copied */
-    if (src->n_tokens && src->recurrent == src->recurrent_own) {
-        memcpy(s->recurrent_own, src->recurrent, s->layout.recurrent_bytes);
-        s->recurrent = s->recurrent_own;
-    }
-    if (src->logits && src->logits == src->logits_own) {
-        memcpy(s->logits_own, src->logits, s->model->config.n_vocab * sizeof(float));
-        s->logits = s->logits_own;
+    status = own_copies(s, src);
+    if (status != GEIST_OK) {
+        geist_session_destroy(s);
+        return status;
     }
     *out = s;
     return GEIST_OK;
@@ -481,11 +497,11 @@ enum geist_status geist_batch_forward(struct geist_model *m, const struct geist_
         return take_in(s, spans->tokens, spans->n_tokens, true, &output);
 
     status = session_branch(s, &branch);
-    if (status == GEIST_OK) {
-        status = take_in(branch, spans->tokens, spans->n_tokens, false, &output);
-        if (status != GEIST_OK)
-            memcpy(s->error, branch->error, sizeof s->error);
-    }
+    if (status != GEIST_OK)
+        return gst_fail(s->error, status, "%s", m->engine->error);
+    status = take_in(branch, spans->tokens, spans->n_tokens, false, &output);
+    if (status != GEIST_OK)
+        memcpy(s->error, branch->error, sizeof s->error);
     geist_session_destroy(branch);
     return status;
 }

@@ -94,10 +94,15 @@ enum geist_status session_branch(const struct geist_session *src, struct geist_s
 void session_clear(struct geist_session *s);
 
 /* session/kv.c */
+/* Memory for a recurrent region; undefined but for the padding between its parts, which is zero. NULL when out of memory. */
+uint8_t *recurrent_create(const struct geist_model *m, const struct state_layout *l);
+/* A block of the session's own; its positions are undefined. */
 struct kv_block *kv_block_create(const struct state_layout *l);
 struct kv_block *kv_block_alias(const void *data);
 void kv_block_release(struct kv_block *b);
-/* Copies the first n_rows positions of every head between a block [..., 64, head_dim] and a compact tail [..., n_rows, head_dim]. */
+/* Copies the first n_rows positions of every head from block to block ... */
+void kv_rows_copy(const struct geist_model *m, const struct state_layout *l, const uint8_t *from, size_t n_rows, uint8_t *to);
+/* ... and between a block [..., 64, head_dim] and a compact tail [..., n_rows, head_dim]. */
 void kv_tail_pack(const struct geist_model *m, const struct state_layout *l, const uint8_t *block, size_t n_rows, uint8_t *tail);
 void kv_tail_unpack(const struct geist_model *m, const struct state_layout *l, const uint8_t *tail, size_t n_rows, uint8_t *block);
 /* Of a whole block, kept once taken. */

@@ -83,7 +83,7 @@ class Books:
 
     @property
     def open(self) -> bool:
-        """Whether jobs may leave their lines: the model is known and contexts of an earlier life are back."""
+        """Whether contexts can be looked for and jobs may go on: those of an earlier life are back."""
         return self.adopted and not self.stopping
 
     @property

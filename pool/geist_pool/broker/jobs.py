@@ -1,13 +1,14 @@
 """A client's request, the job that answers it, and the ways a job may go. Pure.
 
     new ──► text ──► held ──► waiting ─────────────► assigned ──► ended
-                       │        ▲                      │  ▲ │
-                       └─► reserving (creates)         │  └─┘ another worker, after a death
+     │        ▲        │        ▲                      │  ▲ │
+     └► early ┘        └─► reserving (creates)         │  └─┘ another worker, after a death
                                                        └► cancelling ──► ended
 
-text: tokenised and rendered elsewhere. held: its turn among the same client's requests, or the first worker, has not come.
-reserving: bytes of shared memory for the new context are not free yet. waiting: for a worker. cancelling: nobody wants the
-answer, or only what there is of it, and the worker has been told. From every state a job may end.
+early: contexts of an earlier life may yet turn up, so none can be looked for. text: tokenised and rendered elsewhere. held: its
+turn among the same client's requests has not come. reserving: bytes of shared memory for the new context are not free yet.
+waiting: for a worker. cancelling: nobody wants the answer, or only what there is of it, and the worker has been told. From every
+state a job may end.
 """
 
 from __future__ import annotations
@@ -19,15 +20,27 @@ from typing import Final, Literal
 from geist_pool.broker.entries import Entry
 from geist_pool.broker.events import Route
 from geist_pool.broker.text_types import TextDone
-from geist_pool.protocol import ContextCreate, Generate, Grant, Mismatch, Score, Tokenize, TokenLogprob
+from geist_pool.protocol import (
+    ContextCreate,
+    ContextDrop,
+    ContextGet,
+    ContextList,
+    Generate,
+    Grant,
+    Mismatch,
+    Score,
+    Tokenize,
+    TokenLogprob,
+)
 from geist_pool.text.stream import ByteStream
 
-JobState = Literal["new", "text", "held", "reserving", "waiting", "assigned", "cancelling", "ended"]
+JobState = Literal["new", "early", "text", "held", "reserving", "waiting", "assigned", "cancelling", "ended"]
 Why = Literal["cancelled", "deadline"]
-JobRequest = Tokenize | ContextCreate | Generate | Score
+JobRequest = Tokenize | ContextList | ContextGet | ContextDrop | ContextCreate | Generate | Score
 
 TRANSITIONS: Final[dict[JobState, frozenset[JobState]]] = {
-    "new": frozenset({"text", "held", "ended"}),
+    "new": frozenset({"early", "text", "held", "ended"}),
+    "early": frozenset({"text", "held", "ended"}),
     "text": frozenset({"held", "ended"}),
     "held": frozenset({"reserving", "waiting", "ended"}),
     "reserving": frozenset({"waiting", "ended"}),
@@ -124,9 +137,6 @@ class Lines:
     def touch(self, peer: bytes) -> None:
         """Something about this line changed: its head may be able to move."""
         self._changed.add(peer)
-
-    def touch_all(self) -> None:
-        self._changed.update(self._lines)
 
     def take_heads(self) -> list[str]:
         """Heads of the lines that changed since the last call."""

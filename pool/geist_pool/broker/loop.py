@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 import zmq
@@ -31,7 +31,6 @@ from geist_pool.broker import wire
 from geist_pool.broker.events import (
     Action,
     Adopted,
-    AdoptedContext,
     AdoptStore,
     ClientGone,
     Event,
@@ -49,13 +48,13 @@ from geist_pool.broker.events import (
 )
 from geist_pool.broker.machine import Machine, MachineConfig
 from geist_pool.broker.outbox import Outbox, Outcome
+from geist_pool.broker.ports import Store, StorePort, TextPort, Wake
+from geist_pool.broker.processes import Link, kill, open_process
 from geist_pool.broker.text_jobs import TextJobs
-from geist_pool.broker.text_types import TextDone, TextJob
 from geist_pool.config import BrokerConfig
-from geist_pool.engine import Engine, Gguf, Image
+from geist_pool.engine import Engine, Gguf
 from geist_pool.errors import ConfigError, GeistPoolError
 from geist_pool.protocol import LIMITS, Hello, encode, from_worker_decoder
-from geist_pool.store import shm
 from geist_pool.text.tokenizer import Tokenizer
 from geist_pool.text.vocabulary import Vocabulary
 
@@ -66,62 +65,6 @@ FLUSH_S: Final = 0.3  # at the end, for the last replies
 LINGER_MS: Final = 100
 KEPT_MESSAGES: Final = 4096  # for one slow reader
 KEPT_BYTES: Final = 32 << 20
-
-
-class TextPort(Protocol):
-    """Text work elsewhere; TextJobs is one."""
-
-    def fileno(self) -> int: ...
-    def submit(self, job: TextJob) -> None: ...
-    def poll(self) -> list[TextDone]: ...
-
-
-class StorePort(Protocol):
-    """Shared memory."""
-
-    def adopt(self, order: AdoptStore) -> Adopted:
-        """What is there of an earlier life; may take seconds, runs in a thread of its own."""
-
-    def unlink(self, name: str) -> None: ...
-    def unlink_all(self) -> None: ...
-
-
-class Store:
-    """The real one."""
-
-    def __init__(self, pool: str, kv_type: str) -> None:
-        self._pool = pool
-        self._kv_type = kv_type
-
-    def adopt(self, order: AdoptStore) -> Adopted:
-        def check(image: memoryview, kv: Sequence[memoryview], first_block: int) -> Sequence[int]:
-            ids = Image.check(image, kv, first_block, fingerprint=order.fingerprint, kv_type=self._kv_type)
-            return [int(i) for i in ids]
-
-        found = shm.scan(
-            self._pool, fingerprint=order.fingerprint, numerics=order.numerics, geometry=order.geometry, check=check
-        )
-        return Adopted(
-            contexts=tuple(AdoptedContext(s.envelope, s.ref, s.tokens) for s in found.sound),
-            unlink=tuple(found.unlink),
-        )
-
-    def unlink(self, name: str) -> None:
-        shm.unlink(name)
-
-    def unlink_all(self) -> None:
-        for found in shm.list_objects(self._pool):
-            shm.unlink(found.name)
-
-
-class Link:
-    """A worker's connection and process. Owns the process descriptor."""
-
-    def __init__(self, name: str, identity: bytes, pid: int, pidfd: int) -> None:
-        self.name = name
-        self.identity = identity
-        self.pid = pid
-        self.pidfd = pidfd
 
 
 class Loop:
@@ -180,6 +123,7 @@ class Loop:
         self._clients.setsockopt(zmq.SNDHWM, send_hwm)
         self._workers.setsockopt(zmq.RCVHWM, 0)
         self._monitor = self._clients.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._stack.callback(self._monitor.close, linger=0)
         self._stack.callback(self._clients.disable_monitor)
         for socket, where in ((self._clients, address), (self._workers, worker_address)):
             try:
@@ -188,11 +132,11 @@ class Loop:
                 raise ConfigError(f"cannot listen at {where}: {error.strerror}", path="address") from None
             if where.startswith("ipc://"):
                 Path(where.removeprefix("ipc://")).chmod(0o600)
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._stack.callback(os.close, self._wake)
+        self._wake = Wake()
+        self._stack.callback(self._wake.close)
         self._stack.callback(self._close_links)
         self._poller = zmq.Poller()
-        for readable in (self._clients, self._workers, self._monitor, self._wake, self._text.fileno()):
+        for readable in (self._clients, self._workers, self._monitor, self._wake.fileno(), self._text.fileno()):
             self._poller.register(readable, zmq.POLLIN)
         if self._parent_fd >= 0:
             self._poller.register(self._parent_fd, zmq.POLLIN)
@@ -206,12 +150,14 @@ class Loop:
     def stop(self) -> None:
         """Ends `run` soon. From any thread or signal handler."""
         self._stop.set()
-        os.eventfd_write(self._wake, 1)
+        self._wake.set()
 
     def run(self) -> None:
         """Until `stop`, or the parent's end; then the last replies go out."""
         while not self._stop.is_set():
-            ready = dict(self._poller.poll(self._timeout_ms()))
+            due = self._due()
+            ready = dict(self._poller.poll(max(0, int((due - self._now()) * 1000) + 1)))
+            dead = [link for link in self._links.values() if link.pidfd in ready]  # before descriptors are closed and reused
             if self._monitor in ready:
                 self._read_monitor()
             if self._workers in ready:
@@ -221,15 +167,15 @@ class Loop:
             if self._text.fileno() in ready:
                 for done in self._text.poll():
                     self._handle(TextReady(done))
-            if self._wake in ready:
+            if self._wake.fileno() in ready:
                 self._read_wake()
-            for link in [k for k in self._links.values() if k.pidfd in ready]:
+            for link in dead:
                 self._read_workers(everything=True)  # its last words come before its death
                 self._lose(link, "process ended")
             if self._parent_fd in ready and not os.read(self._parent_fd, 64):
                 self._log.warning("parent gone")
                 self._stop.set()
-            if self._now() >= self._next_tick or self._deadline_passed():
+            if self._now() >= due:
                 self._next_tick = self._now() + TICK_S
                 self._handle(Tick())
             self._flush()
@@ -249,18 +195,11 @@ class Loop:
     def _now(self) -> float:
         return self._begun + time.monotonic()
 
-    def _deadline_passed(self) -> bool:
+    def _due(self) -> float:
+        """When something is to be done even if nothing comes."""
         deadline = self._machine.wake_at()
-        return deadline is not None and deadline <= self._now()
-
-    def _timeout_ms(self) -> int:
-        until = self._next_tick
-        deadline = self._machine.wake_at()
-        if deadline is not None:
-            until = min(until, deadline)
-        if self._to_clients or self._to_workers:
-            until = min(until, self._now() + RETRY_S)
-        return max(0, int((until - self._now()) * 1000) + 1)
+        due = self._next_tick if deadline is None else min(self._next_tick, deadline)
+        return min(due, self._now() + RETRY_S) if self._to_clients or self._to_workers else due
 
     # ---- events in, actions out
 
@@ -277,7 +216,7 @@ class Loop:
             link = self._links.get(action.worker)
             if link is not None and self._to_workers.send((link.identity, encode(action.message))) == "gone":
                 self._log.warning("worker disconnected", worker=link.name)  # its process's end will follow
-                _kill(link)
+                kill(link)
         elif isinstance(action, StartText):
             self._text.submit(action.job)
         elif isinstance(action, Unlink):
@@ -287,7 +226,7 @@ class Loop:
             link = self._links.get(action.worker)
             if link is not None:
                 self._log.warning("killing worker", worker=link.name, pid=link.pid, why=action.why)
-                _kill(link)
+                kill(link)
         elif isinstance(action, AdoptStore):
             threading.Thread(target=self._adopt, args=(action,), name="adopt", daemon=True).start()
         else:
@@ -302,11 +241,10 @@ class Loop:
             self._log.error("shared memory cannot be looked through", error=f"{type(error).__name__}: {error}")
             found = Adopted((), ())
         self._adopted.put(found)
-        if not self._stop.is_set():
-            os.eventfd_write(self._wake, 1)
+        self._wake.set()
 
     def _read_wake(self) -> None:
-        os.eventfd_read(self._wake)
+        self._wake.clear()
         while not self._adopted.empty():
             self._handle(self._adopted.get())
 
@@ -381,7 +319,7 @@ class Loop:
             self._to_workers.drop(identity)
             link = self._links.get(self._names.get(identity, ""))
             if link is not None:
-                _kill(link)
+                kill(link)
 
     # ---- workers
 
@@ -400,7 +338,7 @@ class Loop:
                 self.dropped_messages += 1
                 self._log.error("worker said nonsense", worker=name, error=str(error))
                 if name is not None:
-                    _kill(self._links[name])
+                    kill(self._links[name])
                 continue
             if isinstance(message, Hello):
                 if not self._greet(identity, message):
@@ -413,14 +351,14 @@ class Loop:
 
     def _greet(self, identity: bytes, hello: Hello) -> bool:
         """Watches a new worker's process. False for one that cannot be watched, or is nobody's of this user."""
-        pidfd = _open_process(hello.pid)
+        pidfd = open_process(hello.pid)
         if pidfd is None:
             self.dropped_messages += 1
             self._log.error("worker refused", worker=hello.worker, pid=hello.pid, why="no process of this user")
             return False
         old = self._links.get(hello.worker)
         if old is not None:
-            _kill(old)
+            kill(old)
             self._lose(old, "replaced")
         before = self._names.get(identity)
         if before is not None:
@@ -470,27 +408,6 @@ def _try_send(socket: zmq.Socket[bytes], frames: Sequence[bytes]) -> Outcome:
             raise
         return "gone"
     return "sent"
-
-
-def _open_process(pid: int) -> int | None:
-    """A descriptor of another process of this user, or None."""
-    if pid <= 1 or pid == os.getpid():
-        return None
-    try:
-        pidfd = os.pidfd_open(pid)
-        if Path(f"/proc/{pid}").stat().st_uid == os.geteuid():
-            return pidfd
-    except OSError:
-        return None
-    os.close(pidfd)
-    return None
-
-
-def _kill(link: Link) -> None:
-    try:
-        signal.pidfd_send_signal(link.pidfd, signal.SIGKILL)
-    except ProcessLookupError:
-        return  # dead already; its descriptor says so
 
 
 # ---- the process -----------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from geist_pool.protocol import (
     Cancel,
     CancelJob,
     CancelResult,
+    ContextCreate,
     ContextDrop,
     ContextDropResult,
     ContextGet,
@@ -42,8 +43,8 @@ from geist_pool.protocol import (
     Generate,
     Info,
     InfoResult,
-    Request,
     Result,
+    Score,
     Shutdown,
     Stats,
     StatsResult,
@@ -83,6 +84,8 @@ class Machine:
             reports.lost(books, event.worker, event.why)
         elif isinstance(event, Adopted):
             reports.adopted(books, event)
+            for job in [j for j in books.jobs.values() if j.state == "early"]:
+                self._start(job)
         else:
             self._stop()
         advance(books)
@@ -118,42 +121,37 @@ class Machine:
             if (event.peer, event.request_id) in books.tickets:
                 raise BadRequest("a request of this id is in flight already", path="id")
             intake.check_request(request, can_stream=event.can_stream)
-            result = self._at_once(event, request)
-            if result is None:
-                self._begin(event, request)  # type: ignore[arg-type]
+            if isinstance(request, Info):
+                result: Result = self._info()
+            elif isinstance(request, Stats):
+                result = self._stats()
+            elif isinstance(request, Cancel):
+                result = CancelResult(found=self._cancel(event.peer, request.id))
+            elif isinstance(request, ContextList | ContextGet | ContextDrop) and books.adopted:
+                result = self._look_up(request)
+            else:
+                self._take_in(event, request)
+                return
         except GeistPoolError as error:
             books.reply(event.route, event.request_id, failed(error), json=event.json)
             return
-        if result is not None:
-            books.reply(event.route, event.request_id, ok(result), json=event.json)
+        books.reply(event.route, event.request_id, ok(result), json=event.json)
 
-    def _at_once(self, event: Received, request: Request) -> Result | None:
-        """The answer to what needs no text and no worker; None for the others."""
+    def _look_up(self, request: ContextList | ContextGet | ContextDrop) -> Result:
         books = self._books
-        if isinstance(request, Info):
-            return self._info()
-        if isinstance(request, Stats):
-            return self._stats()
         if isinstance(request, ContextList):
             return ContextListResult(contexts=tuple(e.info() for e in books.directory.sealed(request.space)))
+        entry = books.directory.find(request.space, request.context)
+        if entry is None:
+            raise _unknown(request.context, request.space, "context")
         if isinstance(request, ContextGet):
-            entry = books.directory.find(request.space, request.context)
-            if entry is None:
-                raise _unknown(request.context, request.space, "context")
             return ContextResult(context=entry.info(), created=False, base=entry.envelope.parent)
-        if isinstance(request, ContextDrop):
-            entry = books.directory.find(request.space, request.context)
-            if entry is None:
-                raise _unknown(request.context, request.space, "context")
-            books.tell(entry.id, "sealed", "gone", "dropped")
-            books.directory.drop(entry)
-            return ContextDropResult(id=entry.id)
-        if isinstance(request, Cancel):
-            return CancelResult(found=self._cancel(event.peer, request.id))
-        return None
+        books.tell(entry.id, "sealed", "gone", "dropped")
+        books.directory.drop(entry)
+        return ContextDropResult(id=entry.id)
 
-    def _begin(self, event: Received, request: JobRequest) -> None:
-        """Takes in work that needs text or a worker."""
+    def _take_in(self, event: Received, request: JobRequest) -> None:
+        """A request that cannot be answered at once gets a ticket and a job."""
         books = self._books
         if books.stopping:
             raise Stopping("the pool is stopping")
@@ -162,35 +160,50 @@ class Machine:
                 f"{books.n_queued} requests are waiting; no more are taken",
                 retry_after=books.counters.retry_after(books.n_queued, books.fleet.n_slots),
             )
-        base = None
+        job = Job(key=books.new_job_key(), request=request, peer=event.peer, created=books.now)
+        books.jobs[job.key] = job
+        deadline = None if request.deadline_ms is None else books.now + request.deadline_ms / 1000
+        ticket = Ticket(event.route, event.request_id, event.json, books.now, deadline, request, job.key)
+        job.tickets.append(ticket)
+        books.open_ticket(ticket)
+        if books.adopted or isinstance(request, Tokenize):
+            self._start(job)
+        else:
+            books.move(job, "early")
+
+    def _start(self, job: Job) -> None:
+        books = self._books
+        try:
+            if isinstance(job.request, ContextList | ContextGet | ContextDrop):
+                books.end_job(job, ok(self._look_up(job.request)), "looked up")
+            else:
+                self._start_text(job, job.request)
+        except GeistPoolError as error:
+            books.fail_job(job, error)
+
+    def _start_text(self, job: Job, request: Tokenize | ContextCreate | Generate | Score) -> None:
+        """Leases the context that the request names, and has its text tokenised. Raises UnknownContext."""
+        books = self._books
         if not isinstance(request, Tokenize):
             reference, path = intake.base_reference(request)
             if reference is not None:
                 base = books.directory.find(request.space, reference)
                 if base is None:
                     raise _unknown(reference, request.space, path)
-        job = Job(key=books.new_job_key(), request=request, peer=event.peer, created=books.now)
-        books.jobs[job.key] = job
-        if base is not None:
-            books.lease(job, base)
+                books.lease(job, base)
+            job.in_line = True
+            books.lines.join(job.peer, job.key)
         if isinstance(request, Generate):
             given = request.sampling.seed
             job.seed = books.random.getrandbits(SEED_BITS) if given is None else given
             job.stream = Stream() if request.stream else None
-        deadline = None if request.deadline_ms is None else books.now + request.deadline_ms / 1000
-        ticket = Ticket(event.route, event.request_id, event.json, books.now, deadline, request, job.key)
-        job.tickets.append(ticket)
-        books.open_ticket(ticket)
-        if not isinstance(request, Tokenize):
-            job.in_line = True
-            books.lines.join(job.peer, job.key)
-        text = intake.text_job(job.key, request, base, () if base is None else unpack_ids(base.tokens))
+        text = intake.text_job(job.key, request, job.base, () if job.base is None else unpack_ids(job.base.tokens))
         if text is not None:
             books.move(job, "text")
             books.out.append(StartText(text))
         else:
-            assert base is not None
-            job.text = intake.no_text(job.key, base)
+            assert job.base is not None
+            job.text = intake.no_text(job.key, job.base)
             books.move(job, "held")
             books.lines.touch(job.peer)
 

@@ -113,7 +113,6 @@ def adopted(books: Books, event: Adopted) -> None:
     too_many = books.directory.fit()
     expired = len(books.directory.expire(books.now))
     books.adopted = True
-    books.lines.touch_all()
     books.log("adopted", contexts=taken, expired=expired, evicted=too_many, unlinked=len(unlink))
     for entry in books.directory.sealed():
         announce_to_all(books, entry)
@@ -163,10 +162,15 @@ def mapped(books: Books, worker: Worker, message: Mapped) -> None:
         return
     books.log("not_mapped", worker=worker.name, context=message.context, code=message.error.code)
     if message.error.code in _DAMAGE and message.context in books.directory:
-        entry = books.directory.entry(message.context)
-        if entry.state == "sealed":  # it would fail everyone who uses it
-            books.tell(entry.id, "sealed", "gone", message.error.code)
-            books.directory.drop(entry)
+        drop_damaged(books, books.directory.entry(message.context), message.error.code)
+
+
+def drop_damaged(books: Books, entry: Entry, code: str) -> None:
+    """It would fail everyone who uses it."""
+    if entry.state == "sealed":
+        books.tell(entry.id, "sealed", "gone", code)
+        books.log("context_damaged", context=entry.id, code=code)
+        books.directory.drop(entry)
 
 
 # ---- answers
@@ -245,4 +249,6 @@ def created(books: Books, job: Job, message: Done) -> None:
 
 def not_done(books: Books, job: Job, message: Failed) -> None:
     books.log("job_failed", job=job.key, worker=job.worker, code=message.error.code)
+    if message.error.code in _DAMAGE and job.base is not None:
+        drop_damaged(books, job.base, message.error.code)
     books.end_job(job, failed(message.error), message.error.code)

@@ -212,6 +212,7 @@ class FakeWorker:
 
 class World:
     token_after = staticmethod(token_after)
+    do_text = staticmethod(do_text)
 
     def __init__(self, *, seed: int = 1, adopt: Adopted | None = None, **config: object) -> None:
         options: dict[str, object] = {

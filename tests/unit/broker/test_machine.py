@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from geist_pool.broker.events import ClientGone, Stop, Tick, WorkerSaid
+from geist_pool.broker.events import Adopted, AdoptedContext, ClientGone, Stop, Tick, WorkerSaid
 from geist_pool.errors import BadRequest
 from geist_pool.protocol import (
     Announce,
@@ -59,6 +59,29 @@ def test_info_after_hello(world):
     world.ask(Info(), "i")
     info = world.result("i")
     assert (info.workers, info.slots, info.n_ctx, info.fingerprint) == (1, 2, 1000, "ab" * 32)
+
+
+def test_contexts_of_an_earlier_life_are_waited_for(world_of):
+    """FINDINGS row 5 (after the broker's restart): a request that names a context waits until shared memory has been looked
+    through, finds it, and reuses it whole."""
+    before = world_of()
+    before.hello()
+    before.ask(ContextCreate(text="once upon", name="tale"), "c")
+    before.run()
+    entry = before.machine.books.directory.find("default", "tale")
+    found = Adopted((AdoptedContext(entry.envelope, entry.ref(), tuple(map(ord, "once upon"))),), ("/gp-stray",))
+    world = world_of(adopt=found)
+    world.shm = dict(before.shm)
+    world.ask(ContextList(), "list")
+    world.ask(ContextGet(context="tale"), "get")
+    world.ask(Generate(context="tale", text=" a time", max_tokens=2), "gen")
+    world.ask(ContextDrop(context="nobody"), "drop")
+    assert all(world.is_open(rid) for rid in ("list", "get", "gen", "drop"))
+    world.hello()
+    world.run()
+    assert world.result("list").contexts == (world.result("get").context,) and world.unlinked == ["/gp-stray"]
+    assert world.result("gen").usage == Usage(reused=9, prefilled=7, generated=2)
+    assert world.error("drop").code == "unknown_context"
 
 
 def test_tokenize_needs_no_worker(world):
@@ -350,6 +373,7 @@ def test_text_errors_and_malformed_requests_reach_the_client(world):
     from geist_pool.broker.events import TextReady
     from geist_pool.broker.text_types import TextDone
 
+    world.hello()
     world.auto_text = False
     world.ask(Generate(tokens=(999999,)), "r")
     world.handle(TextReady(TextDone(key=world.texts.pop().key, error=BadRequest("outside", path="tokens[0]"))))
@@ -361,7 +385,7 @@ def test_text_errors_and_malformed_requests_reach_the_client(world):
 def test_full_queue_is_busy(world_of):
     world = world_of(queue=3)
     for i in range(4):
-        world.ask(Generate(text="a"), f"r{i}")
+        world.ask(Generate(text="a"), f"r{i}")  # no worker is there yet
     assert world.error("r3").code == "busy" and world.error("r3").retry_after > 0
     world.ask(Stats(), "s")
     assert world.result("s").queue == 3
@@ -501,19 +525,24 @@ def test_cancel_by_hexadecimal_id_and_only_of_the_same_client(world):
     assert world.result("2", b"a").found and world.error(b"\xff\x00", b"a").code == "cancelled"
 
 
-@pytest.mark.parametrize("state", ["text", "held", "waiting", "reserving"])
+@pytest.mark.parametrize("state", ["early", "text", "held", "waiting", "reserving"])
 def test_cancel_in_every_state_of_the_queue(world_of, state):
     world = world_of(memory=60_000)  # room for two contexts
-    if state == "reserving":
+    if state != "early":
         world.hello()
+    if state == "reserving":
         for text in ("1", "2"):
             world.ask(ContextCreate(text=text), text)
             world.run()
     elif state == "waiting":
-        world.hello()
         world.ask(Generate(text="busy", max_tokens=2), "busy")
-    world.auto_text = state != "text"
+    elif state == "held":
+        world.auto_text = False
+        world.ask(Generate(text="in front", max_tokens=2), "front")
+    world.auto_text = state not in ("text", "held")
     world.ask(ContextCreate(text="abc"), "r")
+    if state == "held":
+        world.finish_text(1)
     (job,) = [j for j in world.machine.books.jobs.values() if j.tickets[0].request_id == b"r"]
     assert job.state == state
     world.ask(ContextCreate(text="abd"), "behind")
@@ -741,6 +770,21 @@ def test_damaged_context_is_dropped(world):
     assert world.error("g").code == "unknown_context"
     world.run()
     assert world.stats.store_bytes == 0 and not world.shm
+
+
+def test_context_that_cannot_be_attached_is_dropped(world):
+    worker = world.hello("w0")
+    world.ask(ContextCreate(text="abc", name="n"), "c")
+    world.run()
+    world.ask(Generate(context="n", max_tokens=1), "g")
+    worker.read_all()
+    (job,) = worker.jobs
+    worker.jobs.clear()
+    world.handle(WorkerSaid("w0", Failed(job, 1, ErrorBody("image_damaged", "flipped"))))
+    assert world.error("g").code == "image_damaged"
+    world.ask(Generate(text="abc", max_tokens=1), "h")
+    world.run()
+    assert world.result("h").context is None and world.result("h").usage.prefilled == 3
 
 
 def test_dropped_context_finishes_who_holds_it(world):

@@ -1,8 +1,8 @@
-"""Property: over thousands of random events every collection of the machine stays consistent after each event, every request ends
-exactly once, every answer is the one that its own prompt has, and in the end shared memory and the books agree to the byte. Events
-are requests of every kind from several clients and spaces, text in any order, workers that answer, die, are replaced and unmap late,
-cancels, deadlines, lost clients, full memory. Tolerance: none. Reason: what goes wrong in a broker goes wrong in an order that
-nobody thought of.
+"""Property: over thousands of random events every collection of the machine stays consistent after each event, every request
+ends exactly once, every answer is the one that its own prompt has, and in the end shared memory and the books agree to the byte.
+Events are requests of every kind from several clients and spaces, text in any order, workers that answer, die, are replaced and
+unmap late, cancels, deadlines, lost clients, full memory. Tolerance: none. Reason: what goes wrong in a broker goes wrong in an
+order that nobody thought of.
 """
 
 from __future__ import annotations
