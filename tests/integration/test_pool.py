@@ -1,9 +1,9 @@
 """The whole pool on a tiny hybrid model: client, broker, two workers, shared memory.
 
-Property: whatever way an answer takes (snapshot or whole prompt, which worker, how many at a time, a worker or the broker killed on
-the way), its tokens and log-probabilities are those of one session that prefills the whole prompt alone, bit for bit; and nothing
-is left afterwards. Tolerance: none. Reason: these are the pool's promises, and a wrong state is often not seen in text. Waits have
-generous limits; no duration is asserted.
+Property: whatever way an answer takes (snapshot or whole prompt, which worker, how many at a time, a worker or the broker killed
+on the way), its tokens and log-probabilities are those of one session that prefills the whole prompt alone, bit for bit; and
+nothing is left afterwards. Tolerance: none. Reason: these are the pool's promises, and a wrong state is often not seen in text.
+Waits have generous limits; no duration is asserted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from geist_pool.store import shm
 from geist_pool.supervisor import Supervisor
 
 STORY = (
-    "The ferry does not cross at night. Hesper keeps the inn on the wrong bank, Odo keeps the ferry, and the river keeps whatever "
+    "The ferry does not cross at night. Hesper keeps the inn on the wrong bank, Odo keeps the ferry, and the river keeps what "
     "falls in. Nip takes bets on all three of them, and has never lost one that she could count."
 )
 SUFFIX = "\nNip says:"
@@ -424,7 +424,7 @@ def test_wrong_requests_are_named_and_change_nothing(client: Client, pool: Super
         client.generate(SUFFIX, context="nowhere")
     with pytest.raises(errors.TooLong) as long:
         client.generate([1] * 2000)
-    assert (long.value.data["tokens"], long.value.data["limit"]) == (2000, 1024)
+    assert (long.value.data["tokens"], long.value.data["limit"]) == (2001, 1024)  # one position is for the answer
     with pytest.raises(errors.BadRequest, match="512"):
         client.generate([1, 2, 512])
     with pytest.raises(errors.BadRequest):
@@ -460,7 +460,9 @@ def test_full_store_says_so_with_figures(make_config: Callable[..., PoolConfig],
 # ---- the command
 
 
-def start_server(config: PoolConfig) -> subprocess.Popen[str]:
+@contextmanager
+def server_of(config: PoolConfig) -> Iterator[subprocess.Popen[str]]:
+    """`geist-pool` as a process; killed at the end if it is still there."""
     words = [
         "--model",
         config.model,
@@ -474,7 +476,11 @@ def start_server(config: PoolConfig) -> subprocess.Popen[str]:
         "8MiB",
     ]
     code = "from geist_pool.cli import main; main()"
-    return subprocess.Popen([sys.executable, "-c", code, *words], stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen([sys.executable, "-c", code, *words], stderr=subprocess.PIPE, text=True) as server:
+        try:
+            yield server
+        finally:
+            server.kill()
 
 
 def wait_until_serving(server: subprocess.Popen[str]) -> list[str]:
@@ -493,7 +499,7 @@ def test_ctrl_c_stops_everything(
 ) -> None:
     """Also while a request is in the works, which gets its one answer."""
     config = make_config(name=new_pool_name())
-    with start_server(config) as server:
+    with server_of(config) as server:
         wait_until_serving(server)
         family = psutil.Process(server.pid).children(recursive=True)
         assert len(family) >= 3
@@ -516,14 +522,14 @@ def test_killed_server_leaves_nothing_that_the_next_one_minds(
 ) -> None:
     """FINDINGS rows 14 and 15: no orphan after SIGKILL of the supervisor, residue adopted or removed."""
     config = make_config(name=new_pool_name())
-    with start_server(config) as server:
+    with server_of(config) as server:
         wait_until_serving(server)
         family = psutil.Process(server.pid).children(recursive=True)
         with Client(pool=config.name) as client:
             client.create_context(STORY, name="inn")
         server.kill()
         server.communicate()
-    gone, alive = psutil.wait_procs(family, timeout=30)
+    _gone, alive = psutil.wait_procs(family, timeout=30)
     assert not alive
     with running(config) as pool, Client(config_address(pool)) as client:
         assert client.generate(STORY, max_tokens=1).usage.generated == 1
@@ -549,7 +555,7 @@ def test_commands_talk_to_a_pool(pool: Supervisor, tmp_path: Path) -> None:
 
 
 def test_second_server_of_the_name_refuses(pool: Supervisor, make_config: Callable[..., PoolConfig]) -> None:
-    with start_server(make_config(name=NAME)) as second:
+    with server_of(make_config(name=NAME)) as second:
         _, err = second.communicate(timeout=60)
         assert second.returncode == 2
         assert f"running already (process {os.getpid()})" in err

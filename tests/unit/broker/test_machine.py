@@ -646,6 +646,19 @@ def test_a_job_that_kills_two_workers_is_refused(world):
     assert world.result("h").finish_reason == "length"
 
 
+def test_a_retried_job_does_not_go_to_the_end_of_the_queue(world):
+    one = world.hello("w0")
+    for rid in ("1", "2", "3"):
+        world.ask(Generate(text="a", max_tokens=1), rid)
+    one.read_all()
+    one.die()
+    two = world.hello("w1")
+    two.read_all()
+    two.step()
+    assert world.result("1").attempts == 2 and world.is_open("2") and world.is_open("3")
+    world.run()
+
+
 def test_create_is_retried_under_new_names(world):
     one = world.hello("w0")
     world.ask(ContextCreate(text="z" * 70), "c")
