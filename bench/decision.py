@@ -22,15 +22,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from geist_pool import observe
-from geist_pool.client import Client
-from geist_pool.config import PoolConfig
-from geist_pool.demo.world import CONTEXT_TEXT, QUESTIONS, Question, Say
-from geist_pool.engine import Engine, Model
-from geist_pool.protocol import GenerateResult, ScoreResult
-from geist_pool.store import shm
-from geist_pool.supervisor import Supervisor
-
 from bench.harness import (
     Book,
     Check,
@@ -46,6 +37,14 @@ from bench.harness import (
     show_progress,
 )
 from bench.work import pass_macs
+from geist_pool import observe
+from geist_pool.client import Client
+from geist_pool.config import PoolConfig
+from geist_pool.demo.world import CONTEXT_TEXT, QUESTIONS, Question, Say
+from geist_pool.engine import Engine, Model
+from geist_pool.protocol import GenerateResult, ScoreResult
+from geist_pool.store import shm
+from geist_pool.supervisor import Supervisor
 
 CONTEXT: Final = "bench"
 WITH, WITHOUT = "with the snapshot", "whole prompt"

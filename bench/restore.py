@@ -17,11 +17,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
-from geist_pool.demo.world import CONTEXT_TEXT
-from geist_pool.engine import NUMERICS, Engine, Image, Model, Session
-from geist_pool.protocol import ContextRef, Envelope, Geometry
-from geist_pool.store import layout, names, shm
-from geist_pool.text.tokenizer import Tokenizer
 
 from bench.harness import (
     Book,
@@ -36,6 +31,11 @@ from bench.harness import (
     show_progress,
 )
 from bench.work import pass_macs
+from geist_pool.demo.world import CONTEXT_TEXT
+from geist_pool.engine import NUMERICS, Engine, Image, Model, Session
+from geist_pool.protocol import ContextRef, Envelope, Geometry
+from geist_pool.store import layout, names, shm
+from geist_pool.text.tokenizer import Tokenizer
 
 DEFAULT_TOKENS = (100, 700, 2000)
 QUICK_TOKENS = (700,)

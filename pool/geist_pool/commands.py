@@ -193,9 +193,11 @@ def ask(
             return
         sampling = Sampling(temperature=temperature, seed=seed)
         with client.stream(what, context=context, max_tokens=max_tokens, stop=stop, sampling=sampling) as stream:
-            for chunk in stream:
-                click.echo(chunk.text, nl=False)
-            click.echo()
+            try:
+                for chunk in stream:
+                    click.echo(chunk.text, nl=False)
+            finally:
+                click.echo()  # an error's sentence starts on a line of its own
             _print_usage(stream.result())
 
 

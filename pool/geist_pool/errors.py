@@ -15,9 +15,7 @@ class GeistPoolError(Exception):
 
     code: ClassVar[str] = "internal"
 
-    def __init__(
-        self, message: str, *, path: str | None = None, retry_after: float | None = None, **data: object
-    ) -> None:
+    def __init__(self, message: str, *, path: str | None = None, retry_after: float | None = None, **data: object) -> None:
         super().__init__(message)
         self.message = message
         self.path = path
@@ -181,9 +179,7 @@ for _cls in _tree(GeistPoolError):
     CODES[_cls.code] = _cls  # the base's "internal" is overwritten by Internal
 
 
-def from_wire(
-    code: str, message: str, path: str | None, retry_after: float | None, data: dict[str, object]
-) -> GeistPoolError:
+def from_wire(code: str, message: str, path: str | None, retry_after: float | None, data: dict[str, object]) -> GeistPoolError:
     """The exception for an error that came over the wire; an unknown code becomes the base class with the code in front."""
     cls = CODES.get(code)
     reserved = {"path", "retry_after"}

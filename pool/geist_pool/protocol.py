@@ -159,9 +159,7 @@ class Cancel(_Request, frozen=True, kw_only=True, tag="cancel"):
     id: str  # its request id: as text if it is UTF-8, else in hexadecimal with "hex:" in front
 
 
-Request = (
-    Info | Stats | Tokenize | ContextCreate | ContextList | ContextGet | ContextDrop | Generate | Score | Cancel
-)
+Request = Info | Stats | Tokenize | ContextCreate | ContextList | ContextGet | ContextDrop | Generate | Score | Cancel
 
 # ---- broker -> client ------------------------------------------------------------------------------------------------
 
@@ -362,9 +360,7 @@ class Reply(Struct, frozen=True, omit_defaults=True):
 
 
 def error_body(error: GeistPoolError) -> ErrorBody:
-    return ErrorBody(
-        code=error.code, message=error.message, path=error.path, retry_after=error.retry_after, data=error.data
-    )
+    return ErrorBody(code=error.code, message=error.message, path=error.path, retry_after=error.retry_after, data=error.data)
 
 
 # ---- broker <-> worker -----------------------------------------------------------------------------------------------

@@ -306,13 +306,15 @@ class Supervisor:
 def signals_interrupt() -> Iterator[None]:
     """SIGTERM and SIGHUP end the block as Ctrl-C does, by KeyboardInterrupt. Only in the main thread.
 
-    It is put around the pool, so that a signal during the start, too, stops everything in order.
+    It is put around the pool, so that a signal during the start, too, stops everything in order. What the caller ignores (SIGHUP
+    under nohup) stays ignored.
     """
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = {n: signal.signal(n, interrupt) for n in (signal.SIGTERM, signal.SIGHUP)}
+    wanted = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    before = {n: signal.signal(n, interrupt) for n in wanted}
     try:
         yield
     finally:

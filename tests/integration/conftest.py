@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
+
 from geist_pool import config, protocol
 from geist_pool.engine import Engine, Gguf
 from geist_pool.store import layout, names

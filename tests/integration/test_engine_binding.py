@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from geist_pool.engine import KV_BLOCK, NUMERICS, Engine, Gguf, Image, Model, Session, available_tiers
 from geist_pool.errors import (
     BadRequest,

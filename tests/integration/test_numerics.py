@@ -1,5 +1,5 @@
-"""Property: the bits are the contract. Golden hashes of flat images hold on every tier, in a process whose C library takes its paths
-without FMA, and after an object linked with -ffast-math has switched the thread to flush-to-zero.
+"""Property: the bits are the contract. Golden hashes of flat images hold on every tier, in a process whose C library takes
+its paths without FMA, and after an object linked with -ffast-math has switched the thread to flush-to-zero.
 
 Tolerance: none. tests/data/golden.json is per GEIST_NUMERICS; a change that moves a bit raises that number and writes it anew:
 
@@ -19,10 +19,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from geist_pool.engine import NUMERICS, Engine, Model, Session, available_tiers
 
 DATA = Path(__file__).parent.parent / "data"
-MODELS = ("llama-tiny-q8_0", "llama3rope-tiny-f32", "qwen3-tiny-q8_0", "qwen35-tiny-q8_0", "qwen35-tiny-gqa-f32", "qwen35-kq-q8_0")
+MODELS = (
+    "llama-tiny-q8_0",
+    "llama3rope-tiny-f32",
+    "qwen3-tiny-q8_0",
+    "qwen35-tiny-q8_0",
+    "qwen35-tiny-gqa-f32",
+    "qwen35-kq-q8_0",
+)
 
 
 def hashes(tier: str) -> dict[str, str]:

@@ -1,8 +1,9 @@
-"""Property: one answer. prefill(a + b) equals prefill(a), snapshot, restore in another session or another process, prefill(b): logits and
-state compared as bytes of flat images, over random models, tokens, cuts, threads 1 to 3 and every tier of this machine.
+"""Property: one answer. prefill(a + b) equals prefill(a), snapshot, restore in another session or another process,
+prefill(b): logits and state compared as bytes of flat images, over random models, tokens, cuts, threads 1 to 3 and every tier
+of this machine.
 
-Tolerance: none. A replay must be exact, and a retry on another worker invisible. The seed of a failing example is printed by hypothesis.
-"""
+Tolerance: none. A replay must be exact, and a retry on another worker invisible. The seed of a failing example is printed by
+hypothesis."""
 
 from __future__ import annotations
 
@@ -14,11 +15,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
 from geist_pool.engine import Engine, Model, Session, available_tiers
 from geist_pool.errors import ImageDamaged, ImageMismatch
 from geist_pool.protocol import Sampling
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 MODELS = ("llama-tiny", "qwen3-tiny", "qwen35-tiny", "qwen35-tiny-gqa")
 SETTINGS = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -139,8 +141,8 @@ def test_another_process(load: Load, tiny_model: Callable[..., Path], packed_dir
 @SETTINGS
 @given(name=model_names, tokens=prompts, data=st.data())
 def test_damaged_images_are_refused_whole(load: Load, name: str, tokens: list[int], data: st.DataObject) -> None:
-    """FINDINGS rows 4 and 8: an image is all or nothing. Flipped or cut anywhere that matters it is refused, the session does not move
-    by a byte, and the next sound restore is right."""
+    """FINDINGS rows 4 and 8: an image is all or nothing. Flipped or cut anywhere that matters it is refused, the session does
+    not move by a byte, and the next sound restore is right."""
     model = load(name, available_tiers()[-1])
     with Session(model) as source, Session(model) as session:
         source.prefill(tokens)
@@ -167,8 +169,9 @@ def test_damaged_images_are_refused_whole(load: Load, name: str, tokens: list[in
 @SETTINGS
 @given(name=model_names, tokens=prompts, label=st.lists(st.integers(0, 496), min_size=1, max_size=20), way=ways)
 def test_scores(load: Load, name: str, tokens: list[int], label: list[int], way: tuple[str, int]) -> None:
-    """FINDINGS rows 11, 12, 13: a label's values are log-softmax over the whole vocabulary at exactly its tokens, each <= 0, the same numbers
-    that generating it reports; the raw values come back one by one, so sum and mean are the caller's to take."""
+    """FINDINGS rows 11, 12, 13: a label's values are log-softmax over the whole vocabulary at exactly its tokens, each <= 0,
+    the same numbers that generating it reports; the raw values come back one by one, so sum and mean are the caller's to
+    take."""
     model = load(name, *way)
     with Session(model) as session, Session(load(name)) as forced:
         session.prefill(tokens)

@@ -1,9 +1,9 @@
 """Property: SmolLM2-135M-Instruct (Q4_1) answers as llama.cpp does, and every promise holds on it, not only on toys.
 
-References: tests/data/smollm2 (SOURCES.md, make_refs.py). Tolerances: both engines round activations to 8 bits, with other scales,
-so logits differ by about 0.2 rms. Greedy text is equal for 64 tokens, or differs first where llama.cpp's own top two logits are
-within 0.5; over 512 teacher-forced tokens of real prose at least 92 % of the arg-maxes are equal. Promises: bit for bit.
-"""
+References: tests/data/smollm2 (SOURCES.md, make_refs.py). Tolerances: both engines round activations to 8 bits, with other
+scales, so logits differ by about 0.2 rms. Greedy text is equal for 64 tokens, or differs first where llama.cpp's own top two
+logits are within 0.5; over 512 teacher-forced tokens of real prose at least 92 % of the arg-maxes are equal. Promises: bit
+for bit."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from geist_pool.engine import Engine, Model, Session, available_tiers
 
 REFS = Path(__file__).parent.parent / "data" / "smollm2"

@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+
 from geist_pool import protocol as p
 from geist_pool.engine import Engine, Model, Session
 from geist_pool.store import layout, shm

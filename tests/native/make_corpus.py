@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Writes corpus/gguf/: small starting points for fuzz_gguf.
+"""Writes corpus/gguf/ and corpus/restore/: small starting points for the fuzz targets.
 
     python make_corpus.py MODELS_DIRECTORY CORPUS_DIRECTORY
 
-From each Q8_0 fixture: `NAME-head` is header, metadata and tensor table as they are, with 64 bytes of data
+From each fixture: `NAME-head` is header, metadata and tensor table as they are, with 64 bytes of data
 behind (refused for missing data: the parser's refusals are near). From some, `NAME-small`: the fixture's
 hyperparameters and tensors without vocabulary, with an embedding of a few rows and quantised data of zeros
 (it compresses to nothing), so that it loads and mutants of it reach the model.
@@ -79,16 +79,36 @@ def small(b: bytes, rows: int = 4) -> bytes:
     return out + bytes(-len(out) % 32) + body
 
 
+def edit(flags: int, cut: int = 0, *places: tuple[int, int, int]) -> bytes:
+    """An input of fuzz_restore: flags, where to cut, and (offset, byte, 1 for anywhere or 0 for the header) edits of a sound image."""
+    out = bytes([flags]) + cut.to_bytes(3, "big")
+    for offset, byte, anywhere in places:
+        out += offset.to_bytes(3, "big") + bytes([byte, anywhere])
+    return out + b"."
+
+
+RESTORES = {
+    "sound": edit(0),
+    "sound-with-areas": edit(8),
+    "cut": edit(1, 5000),
+    "state-flipped": edit(0, 0, (9000, 255, 1)),
+    "header-flipped": edit(0, 0, (100, 255, 0)),
+    "header-mended": edit(2, 0, (112, 200, 0)),
+    "planned-anew": edit(6, 0, (112, 200, 0), (80, 0, 0)),
+}
+
+
 def main() -> None:
     models, corpus = Path(sys.argv[1]), Path(sys.argv[2])
-    corpus.mkdir(parents=True, exist_ok=True)
-    for path in sorted(models.glob("*/*-q8_0.gguf")):
+    for room in ("gguf", "restore"):
+        (corpus / room).mkdir(parents=True, exist_ok=True)
+    for name, data in RESTORES.items():
+        (corpus / "restore" / name).write_bytes(data)
+    for path in sorted(models.glob("*/*.gguf")):
         b = path.read_bytes()
-        data = parse(b)[3]
-        name = path.stem.removesuffix("-q8_0")
-        (corpus / f"{name}-head").write_bytes(b[: data + 64])
-        if name in ("llama-tiny", "llama3rope-tiny", "qwen3-tiny", "qwen35-tiny-mtp"):
-            (corpus / f"{name}-small").write_bytes(small(b))
+        (corpus / "gguf" / f"{path.stem}-head").write_bytes(b[: parse(b)[3] + 64])
+        if path.stem in ("llama-tiny-q8_0", "llama3rope-tiny-q8_0", "qwen3-tiny-q8_0", "qwen35-tiny-mtp-q8_0"):
+            (corpus / "gguf" / f"{path.stem}-small").write_bytes(small(b))
 
 
 if __name__ == "__main__":

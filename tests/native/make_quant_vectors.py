@@ -15,9 +15,7 @@ BLOCKS = 4
 
 def block(rng: np.random.Generator, kind: GGMLQuantizationType) -> np.ndarray:
     def half() -> np.ndarray:
-        return np.frombuffer(
-            np.float16(rng.uniform(-1, 1) * 2.0 ** int(rng.integers(-24, 14))).tobytes(), np.uint8
-        )
+        return np.frombuffer(np.float16(rng.uniform(-1, 1) * 2.0 ** int(rng.integers(-24, 14))).tobytes(), np.uint8)
 
     header = {"Q8_0": 1, "Q4_0": 1, "Q4_1": 2}.get(kind.name, 0)
     size = 32 if kind.name == "Q8_0" else 16
@@ -48,9 +46,7 @@ def main() -> None:
             raw[2] = 0x80  # -128, which quantisers rarely write
         values = dequantize(raw, kind).astype(np.float32).reshape(-1).view(np.uint32)
         print(f"static const uint8_t {name.lower()}_bytes[{len(raw)}] = {{\n{rows(raw, '#04x', 20)}}};")
-        print(
-            f"static const uint32_t {name.lower()}_values[{len(values)}] = {{\n{rows(values, '#010x', 10)}}};"
-        )
+        print(f"static const uint32_t {name.lower()}_values[{len(values)}] = {{\n{rows(values, '#010x', 10)}}};")
     print("/* clang-format on */\n\n#endif")
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from geist_pool.text.vocabulary import Vocabulary
 
 DATA = Path(__file__).resolve().parents[1] / "data"

@@ -7,9 +7,10 @@ order. Tolerance: none. Reason: one long prefill must not starve a decoding job 
 from __future__ import annotations
 
 import pytest
-from geist_pool.worker.batch import Turns
 from hypothesis import given
 from hypothesis import strategies as st
+
+from geist_pool.worker.batch import Turns
 
 
 def test_no_job_no_turn() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from geist_pool import cli, commands, models
 from geist_pool.commands import run
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
+
 from geist_pool import protocol
 from geist_pool.client import Client
 from geist_pool.errors import BadRequest, NoAnswer, ProtocolError, StoreFull

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
 from geist_pool import config
 from geist_pool.config import BrokerConfig, PoolConfig, WorkerConfig
 from geist_pool.errors import ConfigError

@@ -6,6 +6,7 @@
 from itertools import permutations
 
 import pytest
+
 from geist_pool.demo import world
 
 

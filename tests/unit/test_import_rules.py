@@ -14,8 +14,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import geist_pool
 import pytest
+
+import geist_pool
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "pool" / "geist_pool"

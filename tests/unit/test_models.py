@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
 from geist_pool import models
 from geist_pool.config import read_environment
 from geist_pool.errors import ConfigError, DownloadError

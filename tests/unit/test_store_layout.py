@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from geist_pool.errors import ImageDamaged
 from geist_pool.protocol import Envelope, Geometry, Message
 from geist_pool.store import layout, names
-from hypothesis import given
-from hypothesis import strategies as st
 
 GEOMETRY = Geometry(header_bytes=4096, n_vocab=1000, recurrent_bytes=5000, kv_bytes_per_token=96, kv_block_bytes=8192)
 FINGERPRINT = "ab" * 32

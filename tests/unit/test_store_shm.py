@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 import posix_ipc
 import pytest
+
 from geist_pool.errors import ImageDamaged, Internal, StoreFull
 from geist_pool.protocol import ContextRef, Envelope, Geometry
 from geist_pool.store import layout, names, shm

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
+
 from geist_pool.client import Client
 from geist_pool.config import PoolConfig
 from geist_pool.cores import Cores, assign, find_cores, read_quota

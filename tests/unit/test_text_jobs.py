@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
+
 from geist_pool.broker.template_client import TemplateProcess
 from geist_pool.broker.template_process import RenderRequest, read_frame, write_frame
 from geist_pool.broker.text_jobs import TextJobs, do_text_job

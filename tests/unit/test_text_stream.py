@@ -10,9 +10,10 @@ import subprocess
 import sys
 
 import pytest
-from geist_pool.text.stream import ByteStream, StopMatcher
 from hypothesis import example, given
 from hypothesis import strategies as st
+
+from geist_pool.text.stream import ByteStream, StopMatcher
 
 # Bytes that start, continue or break characters, more often than chance would have them.
 _hard_bytes = st.binary(max_size=3) | st.sampled_from(

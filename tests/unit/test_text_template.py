@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from geist_pool.errors import TemplateError, TemplateMismatch, Unsupported
 from geist_pool.text.suffix import EXCERPT_CHARS, first_difference, suffix_of
 from geist_pool.text.template import render
-from hypothesis import given
-from hypothesis import strategies as st
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from geist_pool.errors import BadRequest, ModelError
 from geist_pool.text.checks import check_no_nul
 from geist_pool.text.tokenizer import Tokenizer
 from geist_pool.text.vocabulary import BYTE_OF_CHAR, Vocabulary
-from hypothesis import given
-from hypothesis import strategies as st
 
 VocabularyOf = Callable[[str], Vocabulary]
 DATA = Path(__file__).resolve().parents[1] / "data"

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from tokenizers.pre_tokenizers import ByteLevel
+
 from geist_pool.errors import GeistPoolError, ModelError, Unsupported
 from geist_pool.text.vocabulary import BYTE_OF_CHAR, Vocabulary
-from tokenizers.pre_tokenizers import ByteLevel
 
 VocabularyOf = Callable[[str], Vocabulary]
 MetadataOf = Callable[[str], dict[str, object]]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import pytest
+
 from geist_pool.errors import ImageDamaged, ImageMismatch
 from geist_pool.protocol import Chain, ContextRef, Envelope, Geometry
 from geist_pool.store import layout, names, shm

@@ -10,6 +10,7 @@ import os
 import signal
 
 import pytest
+
 from geist_pool.worker import faults
 from geist_pool.worker.faults import POINTS, Faults
 

@@ -92,14 +92,17 @@ struct gst_kernels {
     void (*f32_to_f16)(const float *x, size_t n, uint16_t *y); /* nearest even */
     void (*f16_to_f32)(const uint16_t *x, size_t n, float *y);
 
-    float (*max)(const float *x, size_t n);                  /* n >= 1; of finite values; NaN if any is NaN */
+    float (*max)(const float *x, size_t n);                  /* n >= 1; +0 counts as above -0; NaN if any is NaN */
     float (*sum_exp)(const float *x, size_t n, float shift); /* 16-lane sum of exp(x[i] - shift) */
     int (*all_finite)(const float *x, size_t n);
 
     /* Online softmax over one KV block, one query row and head. k, v: [n_live.., dim] rows of `kv_type` (GST_F16 or GST_F32), row stride
-     * dim. Only positions 0 .. n_live-1 are read, 1 <= n_live <= 64. s_j = (16-lane sum of q*k_j) * scale;  m' = max(m, s_0 .. s_{n-1});  c
-     * = exp(m - m');  p_j = exp(s_j - m') l = fma(l, c, 16-lane sum of p_j);  o[d] = o[d] * c, then for j in order o[d] = fma(p_j, v_j[d],
-     * o[d]) Start: m = -infinity, l = 0, o = 0. */
+     * dim. Only positions 0 .. n_live-1 are read, 1 <= n_live <= 64.
+     *   s_j = (16-lane sum of q*k_j) * scale
+     *   m' = max(m, s_0 .. s_{n-1});  c = exp(m - m');  p_j = exp(s_j - m')
+     *   l = fma(l, c, 16-lane sum of p_j)
+     *   o[d] = o[d] * c, then for j in order o[d] = fma(p_j, v_j[d], o[d])
+     * Start: m = -infinity, l = 0, o = 0. Among equal scores +0 counts as above -0, so the order of comparisons does not matter. */
     void (*attend)(const float *q, const void *k, const void *v, enum gst_float_type kv_type, size_t n_live, size_t dim, float scale,
                    float *m, float *l, float *o);
     /* y[i] = x[i] * (1 / l). y may be x. */
@@ -114,9 +117,13 @@ struct gst_kernels {
 
     /* Gated delta rule of one head over value columns [begin, end), token by token. state [dk, dv] row-major; state_in is only read,
      * state_out gets the columns after the last token and may be state_in. q, k [T, *_stride] of dk values, v and o [T, *_stride] of dv
-     * values (pointers to the head's first value of token 0), decay and beta [T, gate_stride] (one value a token). dk <= 256. Per token,
-     * per column c: S[i,c] = S[i,c] * decay;  p = +0, for i in order p = fma(S[i,c], k[i], p);  d = beta * (v[c] - p) S[i,c] = fma(k[i], d,
-     * S[i,c]);  o[c] = +0, for i in order fma(S[i,c], q[i], o[c]) */
+     * values (pointers to the head's first value of token 0), decay and beta [T, gate_stride] (one value a token). dk <= 256.
+     * Per token, per column c:
+     *   S[i,c] = S[i,c] * decay
+     *   p = +0, for i in order p = fma(S[i,c], k[i], p)
+     *   d = beta * (v[c] - p)
+     *   S[i,c] = fma(k[i], d, S[i,c])
+     *   o[c] = +0, for i in order fma(S[i,c], q[i], o[c]) */
     void (*delta_rule)(const float *state_in, float *state_out, size_t dk, size_t dv, size_t begin, size_t end, const float *q,
                        const float *k, size_t qk_stride, const float *v, size_t v_stride, const float *decay, const float *beta,
                        size_t gate_stride, size_t n_tokens, float *o, size_t o_stride);

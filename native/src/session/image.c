@@ -273,7 +273,8 @@ static enum geist_status check_fits(struct geist_session *s, const void *image, 
 
 static void take_header(struct geist_session *s, const void *image, const struct image_header *h)
 {
-    memcpy(s->tokens, (const uint8_t *)image + h->regions[REGION_TOKENS].offset, h->regions[REGION_TOKENS].bytes);
+    if (h->n_tokens)
+        memcpy(s->tokens, (const uint8_t *)image + h->regions[REGION_TOKENS].offset, h->regions[REGION_TOKENS].bytes);
     s->n_tokens = h->n_tokens;
     s->sampler.params = (struct geist_sampler_params){h->temperature, h->top_k, h->top_p, h->min_p, h->repeat_penalty, h->repeat_last_n};
     s->sampler.seed = h->seed;

@@ -17,7 +17,7 @@ void sampler_reset(struct sampler *sampler)
     sampler->params.repeat_penalty = 1.0f;
 }
 
-enum geist_status sampler_check(const struct geist_sampler_params *p, char *error)
+static enum geist_status check_ranges(const struct geist_sampler_params *p, char *error)
 {
     /* written so that NaN fails */
     if (!(p->temperature >= 0.0f && p->temperature <= 1e6f))
@@ -33,6 +33,15 @@ enum geist_status sampler_check(const struct geist_sampler_params *p, char *erro
     if (p->repeat_last_n < -1)
         return gst_fail(error, GEIST_E_ARGUMENT, "repeat_last_n %d is below -1", (int)p->repeat_last_n);
     return GEIST_OK;
+}
+
+enum geist_status sampler_check(const struct geist_sampler_params *p, char *error)
+{
+    uint64_t fpenv = gst_fpenv_enter(); /* comparisons, too: a caller that flushes subnormals would turn the smallest top_p into 0 */
+    enum geist_status status = check_ranges(p, error);
+
+    gst_fpenv_leave(fpenv);
+    return status;
 }
 
 size_t sampler_work_bytes(size_t n_vocab)
@@ -178,7 +187,7 @@ int32_t sampler_draw(const struct sampler *s, const float *logits, size_t n_voca
             total += all[i].weight < (double)p->min_p ? 0.0 : all[i].weight;
     while (n_ranked < most) {
         struct candidate c = pop(all, &n);
-        if (c.weight < (double)p->min_p)
+        if (n_ranked && c.weight < (double)p->min_p) /* the first in rank always stays */
             break;
         all[n] = c; /* the slot that pop freed */
         n_ranked++;

@@ -263,6 +263,7 @@ enum geist_status geist_session_top(struct geist_session *s, size_t k, int32_t *
 {
     enum geist_status status;
     size_t n_vocab, n = 0;
+    uint64_t fpenv;
 
     if (!s || !ids || !logprobs)
         return GEIST_E_ARGUMENT;
@@ -272,6 +273,7 @@ enum geist_status geist_session_top(struct geist_session *s, size_t k, int32_t *
     status = check_pending(s);
     if (status != GEIST_OK)
         return status;
+    fpenv = gst_fpenv_enter();
     /* insertion into a sorted list: most ids fail the first comparison; equal logits keep the lower id in front */
     for (size_t i = 0; i < n_vocab; i++) {
         size_t at = n;
@@ -284,6 +286,7 @@ enum geist_status geist_session_top(struct geist_session *s, size_t k, int32_t *
         memmove(ids + at + 1, ids + at, (n - 1 - at) * sizeof *ids);
         ids[at] = (int32_t)i;
     }
+    gst_fpenv_leave(fpenv);
     return geist_session_logprobs(s, ids, k, logprobs);
 }
 

@@ -84,9 +84,7 @@ class Directory:
 
     # ---- making
 
-    def plan(
-        self, envelope: Envelope, base: Entry | None, geometry: Geometry, *, attempt: int = 1
-    ) -> Grant:
+    def plan(self, envelope: Envelope, base: Entry | None, geometry: Geometry, *, attempt: int = 1) -> Grant:
         """The grant for a context on `base`: names and sizes, nothing reserved. Of the envelope's block figures and parent only
         what follows from `base` and the token count is kept."""
         first = 0 if base is None else layout.whole_blocks(base.n_tokens)

@@ -43,9 +43,7 @@ class Store:
             ids = Image.check(image, kv, first_block, fingerprint=order.fingerprint, kv_type=self._kv_type)
             return [int(i) for i in ids]
 
-        found = shm.scan(
-            self._pool, fingerprint=order.fingerprint, numerics=order.numerics, geometry=order.geometry, check=check
-        )
+        found = shm.scan(self._pool, fingerprint=order.fingerprint, numerics=order.numerics, geometry=order.geometry, check=check)
         return Adopted(
             contexts=tuple(AdoptedContext(s.envelope, s.ref, s.tokens) for s in found.sound),
             unlink=tuple(found.unlink),

@@ -139,9 +139,7 @@ def next_chunk(stream: Stream, message: Tokens) -> GenerateChunk | None:
             f"the stream goes on at token {message.index}, byte {message.byte_index}; "
             f"it had come to token {n_tokens}, byte {n_bytes}"
         )
-    return _advance(
-        stream, message.index, message.tokens, message.byte_index, message.data, message.logprobs, last=False
-    )
+    return _advance(stream, message.index, message.tokens, message.byte_index, message.data, message.logprobs, last=False)
 
 
 def at_least(stream: Stream, answer: GenerateDone) -> GenerateDone:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
+
 from geist_pool.broker.events import (
     Action,
     Adopted,

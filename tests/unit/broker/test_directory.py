@@ -6,14 +6,15 @@ early is a lost context, a wrong prefix is another conversation.
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from geist_pool.broker.content import ContentIndex, common_ids, pack_ids, unpack_ids
 from geist_pool.broker.directory import Directory
 from geist_pool.broker.events import AdoptedContext, SendWorker, Unlink
 from geist_pool.errors import StoreFull
 from geist_pool.protocol import Envelope, Forget, Geometry, Mismatch
 from geist_pool.store import layout
-from hypothesis import given
-from hypothesis import strategies as st
 
 GEOMETRY = Geometry(header_bytes=4096, n_vocab=256, recurrent_bytes=8192, kv_bytes_per_token=64, kv_block_bytes=4096)
 IMAGE = 4096 + layout.image_bytes(GEOMETRY, 10)  # of a context of a few tokens

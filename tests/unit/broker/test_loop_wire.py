@@ -19,6 +19,7 @@ from contextlib import ExitStack
 import msgspec
 import pytest
 import zmq
+
 from geist_pool.broker.events import Adopted
 from geist_pool.broker.loop import Loop
 from geist_pool.broker.machine import Machine, MachineConfig
@@ -175,9 +176,7 @@ class Pool:
             ),
             random.Random(1),
         )  # fmt: skip
-        self.loop = Loop(
-            self.machine, self.text, self.store, address=self.address, worker_address=self.worker_address, **options
-        )
+        self.loop = Loop(self.machine, self.text, self.store, address=self.address, worker_address=self.worker_address, **options)
         self.failure: BaseException | None = None
         self.thread = threading.Thread(target=self._run)
         self.thread.start()

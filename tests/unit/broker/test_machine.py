@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 import pytest
+
 from geist_pool.broker.events import Adopted, AdoptedContext, ClientGone, Stop, Tick, WorkerSaid
 from geist_pool.errors import BadRequest
 from geist_pool.protocol import (

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 
 import pytest
+
 from geist_pool.broker.content import unpack_ids
 from geist_pool.broker.events import ClientGone, Stop, Tick
 from geist_pool.protocol import (

@@ -5,9 +5,10 @@ the context mapped is preferred, but never waited for. Tolerance: none. Reason: 
 from __future__ import annotations
 
 import pytest
-from geist_pool.broker.placement import Candidate, Queue, choose_worker
 from hypothesis import given
 from hypothesis import strategies as st
+
+from geist_pool.broker.placement import Candidate, Queue, choose_worker
 
 
 def drain(queue: Queue) -> list[str]:

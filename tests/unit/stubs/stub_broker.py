@@ -5,6 +5,7 @@ import sys
 
 import msgspec
 import zmq
+
 from geist_pool import lifeline, protocol
 from geist_pool.config import broker_config
 

@@ -4,6 +4,7 @@ import signal
 import sys
 
 import zmq
+
 from geist_pool import lifeline
 from geist_pool.config import worker_config
 
