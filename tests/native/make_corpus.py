@@ -80,7 +80,7 @@ def small(b: bytes, rows: int = 4) -> bytes:
 
 
 def edit(flags: int, cut: int = 0, *places: tuple[int, int, int]) -> bytes:
-    """An input of fuzz_restore: flags, where to cut, edits of a sound image as (offset, byte, 1 for anywhere or 0 for the header)."""
+    """An input of fuzz_restore: flags, a cut, and edits (offset, byte, 1 for anywhere or 0 for the header) of a sound image."""
     out = bytes([flags]) + cut.to_bytes(3, "big")
     for offset, byte, anywhere in places:
         out += offset.to_bytes(3, "big") + bytes([byte, anywhere])
