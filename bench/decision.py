@@ -39,7 +39,7 @@ from bench.harness import (
 from bench.work import pass_macs
 from geist_pool import observe
 from geist_pool.client import Client
-from geist_pool.config import PoolConfig
+from geist_pool.config import PoolConfig, store_key
 from geist_pool.demo.world import CONTEXT_TEXT, QUESTIONS, Question, Say
 from geist_pool.engine import Engine, Model
 from geist_pool.protocol import GenerateResult, ScoreResult
@@ -228,7 +228,7 @@ def running(args: Any, model: Path, cache: Path) -> Iterator[Supervisor]:
     )
     with Supervisor(config) as pool:
         yield pool
-    if left := shm.list_objects(config.name):
+    if left := shm.list_objects(store_key(config.name)):
         raise RuntimeError(f"the pool left {len(left)} objects in shared memory")
 
 

@@ -50,7 +50,7 @@ def new_pool_name() -> Iterator[Callable[[], str]]:
         return names[-1]
 
     yield make
-    left = [found.name for name in names for found in shm.list_objects(name)]
+    left = [found.name for name in names for key in (name, config.store_key(name)) for found in shm.list_objects(key)]
     for name in left:
         shm.unlink(name)
     if left:

@@ -6,10 +6,13 @@ import sys
 
 
 def main() -> None:
-    """Runs the command line and exits: 0, 1 for an error of the pool or the model, 2 for a wrong call or setting."""
+    """Runs the command line and exits with what `commands.ExitCode` says."""
     if sys.platform != "linux":
         print("geist-pool runs on Linux only: it needs POSIX shared memory and file locks as Linux has them", file=sys.stderr)
         sys.exit(1)
-    from geist_pool.commands import run  # imports what only Linux has
+    try:
+        from geist_pool.commands import run  # imports what only Linux has, and takes a moment
+    except KeyboardInterrupt:
+        sys.exit(130)
 
     sys.exit(run(sys.argv[1:]))

@@ -1,21 +1,25 @@
-"""Every command of `geist-pool`. Without a subcommand it is the server."""
+"""Every command of `geist-pool`. Without a subcommand it is the server.
+
+The exit code says what happened (docs/operations.md lists them); an error is one sentence on stderr.
+"""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
+from enum import IntEnum
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import click
 import msgspec
 from rich.markup import escape
-from rich.table import Table
 
+from geist_pool import cached, models, observe, show, terminal, top
 from geist_pool import config as settings
-from geist_pool import models, observe, terminal
 from geist_pool.client import Client
 from geist_pool.config import PoolConfig
-from geist_pool.errors import BadRequest, ConfigError, GeistPoolError, Internal, Unsupported
+from geist_pool.errors import BadRequest, ConfigError, GeistPoolError, Internal, NameTaken, NoAnswer, PoolLost, Unsupported
 from geist_pool.protocol import Message, Sampling
 
 EPILOG: Final = """\b
@@ -25,6 +29,17 @@ First steps:
   geist-pool contexts create tavern story.txt       in another terminal: keep a context
   geist-pool ask --context tavern "The host says:"  continue it
 """
+
+
+class ExitCode(IntEnum):
+    """Beside these: 128 + the signal's number for a command, or a server's start, that a signal ended."""
+
+    DONE = 0  # also a server that a signal stopped in order
+    FAILED = 1  # the pool, the model or a request
+    USAGE = 2  # a wrong call or setting
+    NAME_TAKEN = 3  # a pool of this name runs already
+    GAVE_UP = 4  # the server's processes died again and again
+    NO_POOL = 5  # nobody answers at the address
 
 
 def _choices(name: str) -> click.Choice[str]:
@@ -37,7 +52,7 @@ SERVER_OPTIONS: Final = ("config", "name", "address", "cache_dir")  # those that
 
 
 @click.group(invoke_without_command=True, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--model", metavar="PATH|NAME", help="A GGUF file, or a name that `geist-pool pull` knows.  [smollm2]")
+@click.option("--model", metavar="PATH|NAME", help="A GGUF file, or what `geist-pool pull` fetches.  [smollm2]")
 @click.option("--workers", type=int, metavar="N", help="Worker processes.  [one per core]")
 @click.option("--threads", type=int, metavar="N", help="Threads of each worker.  [1]")
 @click.option("--slots", type=int, metavar="N", help="Requests that a worker holds at a time.  [1]")
@@ -50,6 +65,9 @@ SERVER_OPTIONS: Final = ("config", "name", "address", "cache_dir")  # those that
 @click.option("--queue", type=int, metavar="N", help="Requests that may wait; one more is answered `busy`.  [1024]")
 @click.option("--prefill-chunk", type=int, metavar="N", help="Tokens that are taken in between two looks at the mailbox.  [128]")
 @click.option("--keep-contexts", is_flag=True, default=None, help="Leave contexts in shared memory at a stop.")
+@click.option("--ready-file", metavar="PATH", help="Written when the pool is ready, removed when it stops.")
+@click.option("--metrics", metavar="ADDRESS", help="Serve Prometheus text, e.g. at 127.0.0.1:9464.  [nowhere]")
+@click.option("--saved-dir", metavar="DIR", help="Contexts saved to files.  [~/.local/share/geist-pool/saved]")
 @click.option("--verify", is_flag=True, default=None, help="Hash the whole model file again.")
 @click.option("--cache-dir", metavar="DIR", help="Models and packed weights.  [~/.cache/geist-pool]")
 @click.option(
@@ -74,21 +92,25 @@ def main(ctx: click.Context, /, config: Path | None, **flags: Any) -> None:
 
 
 def serve(config: PoolConfig) -> None:
-    """Runs the server until a signal ends it."""
-    from geist_pool.supervisor import Supervisor, signals_interrupt
+    """Runs the server until a signal ends it; one that comes before it was ready leaves as KeyboardInterrupt."""
+    from geist_pool.signals import signals_interrupt
+    from geist_pool.supervisor import Supervisor
 
     observe.set_up("pool", log_format=config.log_format, log_level=config.log_level)
+    ready = False
     try:
         with signals_interrupt():
-            if config.model in models.CATALOGUE:
+            if models.is_fetched(config.model):
                 terminal.pull(config.model, Path(config.cache_dir))
             with Supervisor(config) as pool:
+                ready = True
                 c = pool.config
                 words = f"pool {c.name} serves {c.model} at {c.address} with {c.workers} workers; Ctrl-C stops it"
                 terminal.console(stderr=True).print(escape(words), style="bold", soft_wrap=True)
                 pool.wait()
     except KeyboardInterrupt:
-        return
+        if not ready:
+            raise
 
 
 @main.command()
@@ -115,9 +137,18 @@ def demo(config: PoolConfig, workers: int | None, model: str | None) -> None:
 def pull(config: PoolConfig, name: str) -> None:
     """Fetch a model into the cache and print its path.
 
-    NAME is one of: smollm2.
+    NAME is smollm2, or hf:OWNER/REPO/FILE.gguf for a file of the Hugging Face hub (hf:OWNER/REPO@REVISION/FILE.gguf for one
+    commit, branch or tag). A fetch that was cut off goes on where it stopped.
     """
     click.echo(str(terminal.pull(name, Path(config.cache_dir))))
+
+
+@main.command("models")
+@click.pass_obj
+def list_models(config: PoolConfig) -> None:
+    """List the models that can be named, and the weights packed so far."""
+    cache = Path(config.cache_dir)
+    terminal.console().print(show.models(cached.list_models(cache), cached.list_packed(cache)))
 
 
 @main.command()
@@ -131,18 +162,9 @@ def info(config: PoolConfig, path: str) -> None:
     from geist_pool.describe import describe
 
     facts, reasons = describe(models.resolve(path, Path(config.cache_dir)))
-    _print_facts(facts)
+    terminal.console().print(show.facts(facts))
     if reasons:
         raise Unsupported("this model cannot be served: " + "; ".join(reasons))
-
-
-def _print_facts(facts: Sequence[tuple[str, str]]) -> None:
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in facts:
-        table.add_row(name, escape(value))
-    terminal.console().print(table)
 
 
 # ---- commands that talk to a running pool
@@ -211,27 +233,22 @@ def _print_usage(result: Any) -> None:
 @_space
 @click.pass_context
 def contexts(ctx: click.Context, space: str) -> None:
-    """List, create or drop contexts."""
+    """List, create, drop, save and load contexts."""
     ctx.obj = (ctx.obj, space)
     if ctx.invoked_subcommand is None:
         _list_contexts(*ctx.obj)
 
 
-@contexts.command("list")
+@contexts.command("ls")
 @click.pass_obj
-def contexts_list(obj: tuple[PoolConfig, str]) -> None:
+def contexts_ls(obj: tuple[PoolConfig, str]) -> None:
     """List all contexts of the space."""
     _list_contexts(*obj)
 
 
 def _list_contexts(config: PoolConfig, space: str) -> None:
     with _client(config, space) as client:
-        found = client.contexts()
-    table = Table("name", "id", "tokens", "bytes", "parent", "leases", "pinned", box=None, pad_edge=False)
-    for c in sorted(found, key=lambda c: c.created):
-        row = (c.name or "-", c.id, str(c.n_tokens), str(c.bytes), c.parent or "-", str(c.leases), "yes" if c.pinned else "-")
-        table.add_row(*map(escape, row))
-    terminal.console().print(table)
+        terminal.console().print(show.contexts(client.contexts()))
 
 
 @contexts.command("create")
@@ -263,6 +280,71 @@ def contexts_drop(obj: tuple[PoolConfig, str], names: tuple[str, ...]) -> None:
             click.echo(client.drop_context(name))
 
 
+@contexts.command("save")
+@click.argument("name")
+@click.argument("saved", required=False, metavar="[AS]")
+@click.pass_obj
+def contexts_save(obj: tuple[PoolConfig, str], name: str, saved: str | None) -> None:
+    """Write the context NAME (or id) to a file in the pool's directory, under AS or its own name."""
+    config, space = obj
+    with _client(config, space) as client:
+        info = client.save_context(name, saved=saved)
+    click.echo(f"{show.plain(info.saved)}  {info.n_tokens} tokens  {info.bytes} bytes")
+
+
+@contexts.command("load")
+@click.argument("saved")
+@click.option("--name", metavar="NAME", help="Call it so, instead of as it was called.")
+@click.option("--ttl", "ttl_s", type=int, metavar="SECONDS", help="Drop it after so long.")
+@click.option("--pin", is_flag=True, help="Never evict it.")
+@click.pass_obj
+def contexts_load(obj: tuple[PoolConfig, str], saved: str, name: str | None, ttl_s: int | None, pin: bool) -> None:
+    """Bring the saved context SAVED back into shared memory."""
+    config, space = obj
+    with _client(config, space) as client:
+        made = client.load_context(saved, name=name, ttl_s=ttl_s, pin=pin)
+    click.echo(f"{made.context.id}  {made.context.n_tokens} tokens  {'loaded' if made.created else 'existed'}")
+
+
+@contexts.command("saved")
+@click.pass_obj
+def contexts_saved(obj: tuple[PoolConfig, str]) -> None:
+    """List what the space has saved."""
+    config, space = obj
+    with _client(config, space) as client:
+        terminal.console().print(show.saved(client.saved_contexts()))
+
+
+@main.command()
+@click.argument("id")
+@_space
+@click.pass_obj
+def story(config: PoolConfig, id: str, space: str) -> None:
+    """Tell what happened to a request, job, context or worker ID.
+
+    Only as far as the broker remembers it; counts and ids, never text.
+    """
+    with _client(config, space) as client:
+        events = client.story(id)
+    terminal.console().print(show.story(events))
+
+
+@main.command("top")
+@click.option("--interval", type=click.FloatRange(0.05, 3600), default=1.0, show_default=True, metavar="SECONDS")
+@click.option("--once", is_flag=True, help="Print one frame and end; also where the output is no terminal.")
+@_space
+@click.pass_obj
+def show_top(config: PoolConfig, interval: float, once: bool, space: str) -> None:
+    """Watch a running pool: workers, memory, contexts, rates. Ctrl-C ends it."""
+    console = terminal.console()
+    with _client(config, space) as client:
+        try:
+            top.run(client, console, interval=interval, once=once)
+        except KeyboardInterrupt:
+            if once or not console.is_terminal:
+                raise
+
+
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_obj
@@ -273,15 +355,7 @@ def stats(config: PoolConfig, as_json: bool) -> None:
     if as_json:
         click.echo(msgspec.json.encode(found).decode())
         return
-    values = cast(dict[str, Any], msgspec.to_builtins(found))
-    values.pop("type", None)
-    _print_facts([(name, _shown(value)) for name, value in values.items()])
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{k} {v}" for k, v in value.items()) or "-"
-    return f"{value:.1f}" if isinstance(value, float) else str(value)
+    terminal.console().print(show.stats(found))
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -294,12 +368,29 @@ def run(arguments: Sequence[str]) -> int:
     except click.ClickException as e:
         e.show()
         return e.exit_code
-    except (click.Abort, KeyboardInterrupt):
+    except (click.Abort, KeyboardInterrupt) as e:
         err.print("interrupted")
-        return 130
+        return 128 + int(getattr(e.__cause__ or e, "number", signal.SIGINT))  # click raises Abort from what came
     except BrokenPipeError:  # the reader of our output has gone
-        return 1
+        return ExitCode.FAILED
     except GeistPoolError as e:
         err.print(f"[bold red]error:[/bold red] {escape(str(e))}", soft_wrap=True)
-        return 2 if isinstance(e, ConfigError) else 1
-    return 0
+        return exit_code(e)
+    except OSError as e:  # a full disk behind standard output, no process or descriptor to be had
+        where = f": {e.filename}" if e.filename else ""
+        err.print(f"[bold red]error:[/bold red] {escape(f'{e.strerror or e}{where}')}", soft_wrap=True)
+        return ExitCode.FAILED
+    return ExitCode.DONE
+
+
+def exit_code(error: GeistPoolError) -> ExitCode:
+    """Of a command that ended with this error."""
+    for kind, code in (
+        (NameTaken, ExitCode.NAME_TAKEN),
+        (ConfigError, ExitCode.USAGE),
+        (PoolLost, ExitCode.GAVE_UP),
+        (NoAnswer, ExitCode.NO_POOL),
+    ):
+        if isinstance(error, kind):
+            return code
+    return ExitCode.FAILED

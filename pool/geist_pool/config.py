@@ -22,6 +22,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from geist_pool.errors import ConfigError
+from geist_pool.store import names
 
 ENV_PREFIX: Final = "GEIST_POOL_"
 DEFAULT_POOL: Final = "default"
@@ -35,6 +36,17 @@ KvType = Literal["f16", "f32"]
 LogFormat = Literal["console", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Faults = tuple[str, ...]
+
+
+SpaceName = Annotated[str, Meta(min_length=1, max_length=64)]
+
+
+class SpaceQuota(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The most that one space may take of the pool; 0 means no limit of its own."""
+
+    memory: Annotated[int, Meta(ge=0)] = 0  # bytes of shared memory
+    queue: Annotated[int, Meta(ge=0, le=1 << 20)] = 0  # requests that may wait; one more is answered `busy`
+    contexts: Annotated[int, Meta(ge=0)] = 0  # contexts at a time
 
 
 class PoolConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -52,6 +64,10 @@ class PoolConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     queue: Annotated[int, Meta(ge=1, le=1 << 20)] = 1024  # requests that may wait; one more is answered `busy`
     address: str = ""  # where clients connect; "": an ipc socket of the pool's name
     cache_dir: str = ""  # models and packed weights; "": $XDG_CACHE_HOME/geist-pool
+    saved_dir: str = ""  # contexts that were saved to files; "": $XDG_DATA_HOME/geist-pool/saved
+    ready_file: str = ""  # written when every worker has said hello, removed at the stop; "": none
+    metrics: str = ""  # where Prometheus may read, e.g. 127.0.0.1:9464; "": nowhere
+    spaces: dict[SpaceName, SpaceQuota] = {}  # limits of single spaces; only in the TOML file, as [spaces.NAME]
     prefill_chunk: Annotated[int, Meta(ge=1, le=65536)] = 128  # tokens between two looks at the mailbox
     heartbeat_s: Annotated[float, Meta(gt=0, le=3600)] = 1.0  # the broker pings each worker this often
     worker_timeout_s: Annotated[float, Meta(gt=0, le=86400)] = 60.0  # silence after which a worker counts as lost
@@ -67,9 +83,10 @@ class PoolConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class BrokerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What `python -m geist_pool.broker.loop JSON` needs. Paths and addresses are absolute and final."""
+    """What `python -m geist_pool.broker.main JSON` needs. Paths and addresses are absolute and final."""
 
-    pool: str
+    pool: str  # its name
+    store: str  # `store_key` of it
     model_path: str
     address: str  # ROUTER for clients, bound by the broker
     worker_address: str  # ROUTER for workers, bound by the broker
@@ -83,6 +100,9 @@ class BrokerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     worker_timeout_s: float = 60.0
     max_attempts: int = 2
     keep_contexts: bool = False
+    saved_dir: str = ""  # directory of saved contexts, there and private; "": nothing can be saved
+    bindings: str = ""  # file of what contexts are called now, for the next life; "": none
+    spaces: dict[str, SpaceQuota] = {}  # by name; a space that is not here has only the pool's own limits
     log_format: LogFormat = "console"
     log_level: LogLevel = "info"
     parent_fd: int = -1  # -1: no parent to watch
@@ -92,7 +112,7 @@ class BrokerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What `python -m geist_pool.worker.main JSON` needs. `worker` is new for every start, e.g. "w0.2": worker 0, third life."""
 
-    pool: str
+    store: str  # `store_key` of the pool
     worker: str
     worker_address: str  # the broker's ROUTER, to connect a DEALER to
     model_path: str
@@ -115,6 +135,8 @@ class Environment(Struct, frozen=True, kw_only=True):
     runtime_dir: str | None = None  # XDG_RUNTIME_DIR
     cache_home: str  # XDG_CACHE_HOME or ~/.cache
     config_home: str  # XDG_CONFIG_HOME or ~/.config
+    data_home: str  # XDG_DATA_HOME or ~/.local/share
+    notify_socket: str | None = None  # NOTIFY_SOCKET: where a service manager waits to hear that the pool is ready
     index_url: str | None = None  # PIP_INDEX_URL, for fetching models without pip
     settings: dict[str, str] = {}  # GEIST_POOL_*, keys in the form of PoolConfig's fields
 
@@ -132,6 +154,8 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
         runtime_dir=env.get("XDG_RUNTIME_DIR") or None,
         cache_home=env.get("XDG_CACHE_HOME") or f"{home}/.cache",
         config_home=env.get("XDG_CONFIG_HOME") or f"{home}/.config",
+        data_home=env.get("XDG_DATA_HOME") or f"{home}/.local/share",
+        notify_socket=env.get("NOTIFY_SOCKET") or None,
         index_url=env.get("PIP_INDEX_URL") or None,
         settings=settings,
     )
@@ -145,6 +169,12 @@ def socket_dir(environment: Environment) -> Path:
     if environment.runtime_dir:
         return Path(environment.runtime_dir) / "geist-pool"
     return Path(f"/tmp/geist-pool-{os.getuid()}")
+
+
+def store_key(pool: str, environment: Environment | None = None) -> str:
+    """Under which the store keeps the objects of the pool of this name; see `names.store_key`."""
+    directory = socket_dir(environment or read_environment())
+    return names.store_key(os.getuid(), os.fsencode(os.path.realpath(directory)), pool)
 
 
 def default_address(environment: Environment, pool: str) -> str:
@@ -164,20 +194,24 @@ def default_cache_dir(environment: Environment) -> Path:
     return Path(environment.cache_home) / "geist-pool"
 
 
-def make_private_dir(path: Path) -> None:
+def default_saved_dir(environment: Environment) -> Path:
+    return Path(environment.data_home) / "geist-pool" / "saved"
+
+
+def make_private_dir(path: Path, setting: str = "address") -> None:
     """Creates the directory (0700) where it is missing; refuses one that belongs to somebody else or that others may enter.
 
-    Raises ConfigError.
+    Raises ConfigError with the path `setting`.
     """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = path.lstat()
     except OSError as e:
-        raise ConfigError(f"the directory {path} cannot be made: {e.strerror}", path="address") from None
+        raise ConfigError(f"the directory {path} cannot be made: {e.strerror}", path=setting) from None
     if path.is_symlink() or found.st_uid != os.getuid():
-        raise ConfigError(f"the directory {path} belongs to another user or is a link; sockets are not put there", path="address")
+        raise ConfigError(f"the directory {path} belongs to another user or is a link; nothing is put there", path=setting)
     if found.st_mode & 0o077:
-        raise ConfigError(f"the directory {path} is open to other users; it must have mode 0700", path="address")
+        raise ConfigError(f"the directory {path} is open to other users; it must have mode 0700", path=setting)
 
 
 def _checked_ipc(address: str) -> str:
@@ -209,6 +243,20 @@ def check_address(address: str) -> str:
             )
         return address
     raise ConfigError(f"an address is ipc:///absolute/path or tcp://127.0.0.1:PORT, not {address!r}", path="address")
+
+
+def check_metrics_address(text: str) -> tuple[str, int]:
+    """Host and port of the metrics address: `PORT`, `:PORT` or `HOST:PORT` with a host of the loopback; port 0 takes a free one.
+
+    Raises ConfigError.
+    """
+    match = re.fullmatch(r"(?:(\[[0-9a-fA-F:]+\]|[^:\[\]/]*):)?(\d{1,5})", text)
+    if match is None or int(match[2]) > 65535:
+        raise ConfigError(f"metrics are served at HOST:PORT, such as 127.0.0.1:9464, not at {text!r}", path="metrics")
+    host = (match[1] or "127.0.0.1").strip("[]")
+    if host not in ("localhost", "::1") and not re.fullmatch(r"127(\.\d{1,3}){3}", host):
+        raise ConfigError(f"metrics are served on the loopback only, not at {host}; put a proxy in front", path="metrics")
+    return host, int(match[2])
 
 
 # ---- loading ---------------------------------------------------------------------------------------------------------
@@ -254,12 +302,29 @@ def _layer(origin: str, values: Mapping[str, object], *, lax: bool, shown: str =
             raise ConfigError(f"{origin}: there is no setting {key!r}; there are {known}", path=path)
         if key == "memory":
             value = parse_size(value, path)
+        elif key == "spaces":
+            value = _quotas(origin, value)
         elif key == "faults" and isinstance(value, str):
             value = [word for word in value.split(",") if word]
         try:
             out[key] = msgspec.convert(value, hints[key], strict=not lax)
         except msgspec.ValidationError as e:
-            raise ConfigError(f"{origin}: {str(e).split(' - at ')[0]}, got {value!r}", path=path) from None
+            words, _, inside = str(e).partition(" - at ")
+            if key == "spaces":
+                words += f" (in spaces{inside.strip('`').removeprefix('$')})"
+            raise ConfigError(f"{origin}: {words}, got {value!r}", path=path) from None
+    return out
+
+
+def _quotas(origin: str, table: object) -> object:
+    """The tables [spaces.NAME] with their sizes as bytes; what is no table is left for the conversion to refuse."""
+    if not isinstance(table, dict):
+        raise ConfigError(f"{origin}: spaces are tables [spaces.NAME] of the config file", path="spaces")
+    out = {}
+    for name, quota in table.items():
+        if isinstance(quota, dict) and "memory" in quota:
+            quota = quota | {"memory": parse_size(quota["memory"], f"spaces.{name}.memory")}
+        out[name] = quota
     return out
 
 
@@ -301,20 +366,26 @@ def load(
 
 
 def complete(config: PoolConfig, environment: Environment | None = None) -> PoolConfig:
-    """The same with address and cache_dir filled in, and the name and address checked. Doing it twice changes nothing.
+    """The same with address and directories filled in, and the name and addresses checked. Doing it twice changes nothing.
 
     Raises ConfigError.
     """
     environment = environment or read_environment()
     if not re.match(NAME_FORM, config.name):
         raise ConfigError("a pool's name is 1 to 32 letters, digits, - and _, and starts with a letter or digit", path="name")
+    if config.metrics:
+        check_metrics_address(config.metrics)
     return msgspec.structs.replace(
         config,
         address=check_address(config.address) if config.address else default_address(environment, config.name),
-        cache_dir=str(Path(config.cache_dir).expanduser().absolute())
-        if config.cache_dir
-        else str(default_cache_dir(environment)),
+        cache_dir=_absolute(config.cache_dir or default_cache_dir(environment)),
+        saved_dir=_absolute(config.saved_dir or default_saved_dir(environment)),
+        ready_file=_absolute(config.ready_file) if config.ready_file else "",
     )
+
+
+def _absolute(path: str | Path) -> str:
+    return str(Path(path).expanduser().absolute())
 
 
 def shm_free_bytes() -> int:

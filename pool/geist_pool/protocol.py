@@ -38,6 +38,7 @@ class Limits(Struct, frozen=True):
     stops: int = 16
     stop_bytes: int = 256
     top_logprobs: int = 20
+    samples: int = 64
     max_tokens: int = 1 << 20
     deadline_ms: int = 24 * 3600 * 1000
     ttl_s: int = 10 * 365 * 24 * 3600
@@ -133,9 +134,43 @@ class ContextDrop(_Request, frozen=True, kw_only=True, tag="context.drop"):
     context: Name
 
 
+class Publish(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How to keep the context that a generate leaves: everything up to the end of its text, exactly."""
+
+    name: Name | None = None
+    ttl_s: Annotated[int, Meta(gt=0, le=LIMITS.ttl_s)] | None = None
+    pin: bool = False
+
+
+class ContextSave(_Request, frozen=True, kw_only=True, tag="context.save"):
+    """Write a context to the pool's own directory, under a name there (its own by default). -> SavedResult"""
+
+    context: Name
+    saved: Name | None = None
+
+
+class ContextLoad(_Request, frozen=True, kw_only=True, tag="context.load"):
+    """Bring a saved context back into shared memory; checked like any image. -> ContextResult"""
+
+    saved: Name
+    name: Name | None = None  # instead of the one it had
+    ttl_s: Annotated[int, Meta(gt=0, le=LIMITS.ttl_s)] | None = None
+    pin: bool = False
+
+
+class ContextSaved(_Request, frozen=True, tag="context.saved"):
+    """What the space has saved. -> SavedListResult"""
+
+
+class Story(_Request, frozen=True, kw_only=True, tag="story"):
+    """What happened to a request, job, context or worker, as far as it is remembered; counts and ids only. -> StoryResult"""
+
+    id: Name
+
+
 class Generate(_Prompted, frozen=True, kw_only=True, tag="generate"):
     """Continue a context by a suffix, or a whole prompt where `context` is None, and generate. -> GenerateResult, before it
-    GenerateChunks where `stream` is set."""
+    GenerateChunks where `stream` is set. With `n` > 1, sample i draws from stream sampling.stream + i; all continue one state."""
 
     context: Name | None = None
     max_tokens: Annotated[int, Meta(ge=1, le=LIMITS.max_tokens)] = 64
@@ -144,6 +179,8 @@ class Generate(_Prompted, frozen=True, kw_only=True, tag="generate"):
     stream: bool = False
     logprobs: Annotated[int, Meta(ge=0, le=LIMITS.top_logprobs)] | None = None  # None: none; k: each token's and the top k
     ignore_eog: bool = False  # go on past end-of-generation tokens
+    n: Annotated[int, Meta(ge=1, le=LIMITS.samples)] = 1
+    publish: Publish | None = None  # keep prompt and answer as a context; only with n = 1
 
 
 class Score(_Prompted, frozen=True, kw_only=True, tag="score"):
@@ -159,7 +196,22 @@ class Cancel(_Request, frozen=True, kw_only=True, tag="cancel"):
     id: str  # its request id: as text if it is UTF-8, else in hexadecimal with "hex:" in front
 
 
-Request = Info | Stats | Tokenize | ContextCreate | ContextList | ContextGet | ContextDrop | Generate | Score | Cancel
+Request = (
+    Info
+    | Stats
+    | Tokenize
+    | ContextCreate
+    | ContextList
+    | ContextGet
+    | ContextDrop
+    | ContextSave
+    | ContextLoad
+    | ContextSaved
+    | Generate
+    | Score
+    | Cancel
+    | Story
+)
 
 # ---- broker -> client ------------------------------------------------------------------------------------------------
 
@@ -195,7 +247,7 @@ class ContextInfo(Struct, frozen=True):
     """A context as clients see it. Times are Unix seconds."""
 
     id: str
-    name: str | None
+    name: str | None  # the last of `names`
     space: str
     n_tokens: int
     parent: str | None
@@ -205,6 +257,7 @@ class ContextInfo(Struct, frozen=True):
     expires: float | None
     pinned: bool
     leases: int
+    names: tuple[str, ...] = ()  # all that lead to it, in the order in which they were given
 
 
 class TokenLogprob(Struct, frozen=True):
@@ -270,6 +323,18 @@ class GenerateChunk(Struct, frozen=True, tag_field="type", tag="chunk"):
     tokens: tuple[int, ...]
     text: str
     logprobs: tuple[TokenLogprob, ...] | None = None
+    sample: int = 0
+
+
+class Sample(Struct, frozen=True, kw_only=True):
+    """One of several answers; fields as in GenerateResult."""
+
+    text: str
+    raw: bytes = msgspec.field(name="bytes")
+    tokens: tuple[int, ...]
+    finish_reason: Literal["stop", "length", "cancelled", "deadline"]
+    stop: str | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 class GenerateResult(_Served, frozen=True, kw_only=True, tag_field="type", tag="generate"):
@@ -283,6 +348,9 @@ class GenerateResult(_Served, frozen=True, kw_only=True, tag_field="type", tag="
     stop: str | None = None  # the stop string that ended it; None with "stop" is an end-of-generation token
     seed: int = 0
     logprobs: tuple[TokenLogprob, ...] | None = None
+    samples: tuple[Sample, ...] = ()  # all n of them where n > 1; the fields above are those of the first
+    published: ContextInfo | None = None
+    publish_error: ErrorBody | None = None  # the answer is there, but it could not be kept
 
 
 class LabelScore(Struct, frozen=True):
@@ -301,8 +369,66 @@ class ScoreResult(_Served, frozen=True, kw_only=True, tag_field="type", tag="sco
     best_mean: int  # of the largest mean
 
 
+class SavedInfo(Struct, frozen=True):
+    """A context in a file of the pool's directory."""
+
+    saved: str
+    space: str
+    n_tokens: int
+    bytes: int  # of the file
+    written: float  # Unix seconds
+    fingerprint: str  # of the model it belongs to
+
+
+class SavedResult(Struct, frozen=True, tag_field="type", tag="saved"):
+    info: SavedInfo
+
+
+class SavedListResult(Struct, frozen=True, tag_field="type", tag="saved_list"):
+    contexts: tuple[SavedInfo, ...]
+
+
+class StoryEvent(Struct, frozen=True):
+    at: float  # Unix seconds
+    what: str
+    fields: dict[str, str | int | float | bool | None] = {}
+
+
+class StoryResult(Struct, frozen=True, tag_field="type", tag="story"):
+    id: str
+    events: tuple[StoryEvent, ...]  # oldest first
+
+
 class CancelResult(Struct, frozen=True, tag_field="type", tag="cancel"):
     found: bool
+
+
+class SpaceStats(Struct, frozen=True):
+    """One space's share."""
+
+    requests: int = 0
+    queue: int = 0
+    contexts: int = 0
+    bytes: int = 0
+    tokens_reused: int = 0
+    tokens_prefilled: int = 0
+    tokens_generated: int = 0
+
+
+class WorkerStats(Struct, frozen=True):
+    """One live worker, as of its last word."""
+
+    worker: str
+    pid: int
+    busy: int  # jobs it holds
+    slots: int
+    jobs_done: int
+    passes: int
+    tokens_prefilled: int
+    tokens_generated: int
+    contexts_mapped: int
+    rss_bytes: int  # resident, shared mappings included
+    private_bytes: int  # of these, private to the process
 
 
 class StatsResult(Struct, frozen=True, tag_field="type", tag="stats"):
@@ -326,6 +452,19 @@ class StatsResult(Struct, frozen=True, tag_field="type", tag="stats"):
     jobs_retried: int
     workers_lost: int
     chunks_dropped: int
+    # since the last addition; all have defaults so that an older broker's answer can still be read
+    store_bytes_by_kind: dict[str, int] = {}  # image, kv, orphaned, unmapping, reserved: what store_bytes is made of
+    evictions_by_cause: dict[str, int] = {}  # room, ttl, dropped, damaged
+    spaces: dict[str, SpaceStats] = {}
+    fleet: tuple[WorkerStats, ...] = ()
+    passes: int = 0  # forward passes of all workers that are or were
+    attach_count: int = 0
+    attach_us: int = 0  # sum; the mean is attach_us / attach_count
+    queue_us: int = 0  # sum over requests that reached a worker
+    worker_restarts: int = 0
+    replies_replayed: int = 0  # answers given again to a repeated request id
+    messages_dropped: int = 0  # unreadable, from nobody known, or stale
+    requests_active: int = 0
 
 
 Result = (
@@ -334,6 +473,9 @@ Result = (
     | ContextResult
     | ContextListResult
     | ContextDropResult
+    | SavedResult
+    | SavedListResult
+    | StoryResult
     | GenerateChunk
     | GenerateResult
     | ScoreResult
@@ -407,13 +549,20 @@ class Envelope(Struct, frozen=True):
     n_blocks: int
     messages: tuple[Message, ...] | None = None
     template_args: dict[str, bool | int | float | str | None] = {}
+    chain: Chain = ()  # the ancestors' objects, root first: their KV is needed even when their own images are gone
 
 
 class Grant(Struct, frozen=True):
-    """Permission to create exactly these objects, exclusively. `ref` is what they will be once sealed."""
+    """Permission to create exactly these objects, exclusively. `ref` is what they will be once sealed.
+
+    With `ceiling`, the length is not known yet (a generate's answer): sizes and counts in `ref` and `envelope` are upper bounds,
+    the worker creates what the true length needs under the same names and tells it in its Done. The last of the envelope's
+    messages, if it has any, is then the assistant's with empty content: a place for the answer's text (U+FFFD for what is no
+    UTF-8)."""
 
     ref: ContextRef
     envelope: Envelope
+    ceiling: bool = False
 
 
 class CreateWork(Struct, frozen=True, tag_field="work", tag="create"):
@@ -431,6 +580,22 @@ class GenerateWork(Struct, frozen=True, tag_field="work", tag="generate"):
     eog: tuple[int, ...]  # tokens that end it; empty: none
     stream: bool
     logprobs: int | None
+    n: int = 1
+    grant: Grant | None = None  # publish what it leaves; only with n = 1
+
+
+class SaveWork(Struct, frozen=True, tag_field="work", tag="save"):
+    """Write the chain's context as a flat image with its envelope to a file: a temporary name first, then renamed."""
+
+    path: str
+    envelope: Envelope
+
+
+class LoadWork(Struct, frozen=True, tag_field="work", tag="load"):
+    """Read such a file, verify it, publish it under the grant."""
+
+    path: str
+    grant: Grant
 
 
 class ScoreWork(Struct, frozen=True, tag_field="work", tag="score"):
@@ -438,7 +603,7 @@ class ScoreWork(Struct, frozen=True, tag_field="work", tag="score"):
     labels: tuple[tuple[int, ...], ...]
 
 
-Work = CreateWork | GenerateWork | ScoreWork
+Work = CreateWork | GenerateWork | ScoreWork | SaveWork | LoadWork
 
 
 class _ToWorker(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
@@ -517,10 +682,21 @@ class Tokens(_FromWorker, frozen=True, tag="tokens"):
     data: bytes  # newly certain bytes (stop strings held back)
     logprobs: tuple[TokenLogprob, ...] | None = None
     byte_index: int = 0  # offset of `data` in the whole answer
+    sample: int = 0
 
 
 class CreateDone(Struct, frozen=True, tag_field="work", tag="create"):
     image_id: int
+
+
+class SampleDone(Struct, frozen=True):
+    """Fields as in GenerateDone."""
+
+    tokens: tuple[int, ...]
+    data: bytes
+    finish_reason: Literal["stop", "length", "cancelled", "deadline"]
+    stop_index: int | None
+    logprobs: tuple[TokenLogprob, ...] | None
 
 
 class GenerateDone(Struct, frozen=True, tag_field="work", tag="generate"):
@@ -529,6 +705,21 @@ class GenerateDone(Struct, frozen=True, tag_field="work", tag="generate"):
     finish_reason: Literal["stop", "length", "cancelled", "deadline"]
     stop_index: int | None
     logprobs: tuple[TokenLogprob, ...] | None
+    more: tuple[SampleDone, ...] = ()  # samples 1 .. n-1
+    published: ContextRef | None = None  # under the grant, with its true sizes
+    image_id: int = 0  # of what was published
+    publish_error: ErrorBody | None = None  # publishing was tried and failed; the answer is whole
+    # With a grant, nothing published and no error: the text ends inside a token (a stop string) or the session is full, so that
+    # no state is the context's and the broker has it computed from the text; or the answer was cut short (cancelled, deadline).
+
+
+class SaveDone(Struct, frozen=True, tag_field="work", tag="save"):
+    bytes: int  # of the file
+
+
+class LoadDone(Struct, frozen=True, tag_field="work", tag="load"):
+    image_id: int
+    tokens: tuple[int, ...]
 
 
 class ScoreDone(Struct, frozen=True, tag_field="work", tag="score"):
@@ -538,7 +729,7 @@ class ScoreDone(Struct, frozen=True, tag_field="work", tag="score"):
 class Done(_FromWorker, frozen=True, tag="done"):
     job: str
     attempt: int
-    result: CreateDone | GenerateDone | ScoreDone
+    result: CreateDone | GenerateDone | ScoreDone | SaveDone | LoadDone
     usage: Usage
     timings: Timings  # attach, prefill, decode, score, publish
 
@@ -560,6 +751,12 @@ class Forgotten(_FromWorker, frozen=True, tag="forgotten"):
 
 class Pong(_FromWorker, frozen=True, tag="pong"):
     n: int
+    passes: int = 0  # since the worker's start, as the rest
+    tokens_prefilled: int = 0
+    tokens_generated: int = 0
+    contexts_mapped: int = 0
+    rss_bytes: int = 0
+    private_bytes: int = 0
 
 
 FromWorker = Hello | Tokens | Done | Failed | Mapped | Forgotten | Pong

@@ -5,10 +5,11 @@
             ...
     # no process, no socket and (unless keep_contexts) no shared memory is left
 
-Start: lock of the pool's name, packing, broker, workers, and a handshake with a deadline. A worker that dies comes back after a
-short pause that grows while it keeps dying. When the broker dies the workers go too, and all come back: what was in flight is
-lost in any case, and sealed contexts are adopted by the new broker. Stop: the broker is asked first, so that every request still
-gets an answer, then the workers, then whoever is left is killed.
+Start: lock of the pool's name, packing, broker, workers, and a handshake with a deadline; then the ready file is written and the
+service manager told. A worker that dies comes back after a short pause that grows while it keeps dying (restarts.py). When the
+broker dies, or gives no answer for `worker_timeout_s`, the workers go too, and all come back: what was in flight is lost in any
+case, and sealed contexts are adopted by the new broker. Stop: the broker is asked first, so that every request still gets an
+answer, then the workers, then whoever is left is killed.
 
 Each child inherits two descriptors: the read end of a pipe, whose end of file tells it that this process is gone, and the locked
 file, so that the pool's name stays taken until the last child has ended.
@@ -16,16 +17,16 @@ file, so that the pool's name stays taken until the last child has ended.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Final, Self
 
 import msgspec
@@ -33,25 +34,27 @@ from msgspec import Struct
 
 from geist_pool import config as settings
 from geist_pool import models, observe
+from geist_pool.addresses import refuse_taken, remove_left
 from geist_pool.children import Child, kill_all, stop_all
 from geist_pool.client import Client
 from geist_pool.config import BrokerConfig, PoolConfig, WorkerConfig
 from geist_pool.cores import Cores, assign, default_workers, find_cores
-from geist_pool.errors import ConfigError, GeistPoolError, Internal
+from geist_pool.errors import ConfigError, GeistPoolError, Internal, PoolLost
+from geist_pool.name_lock import take_lock
 from geist_pool.prepare import Facts, prepare_model
+from geist_pool.readiness import Readiness
+from geist_pool.restarts import BROKER, Restarts
+from geist_pool.signals import uninterrupted
 from geist_pool.store import shm
 
-BROKER: Final = "broker"
-BACKOFF_FIRST_S: Final = 0.1
-BACKOFF_MOST_S: Final = 5.0
-STEADY_S: Final = 10.0  # a child that lived this long starts with a clean slate
-LOCK_PATIENCE_S: Final = 1.0  # the children of a killed supervisor need a moment to notice
+SLICE_S: Final = 0.25
+WATCH_S: Final = 5.0  # between two looks at whether the broker answers
 
 
 class Programs(Struct, frozen=True):
     """The modules that children run; tests put others in their place."""
 
-    broker: str = "geist_pool.broker.loop"
+    broker: str = "geist_pool.broker.main"
     worker: str = "geist_pool.worker.main"
 
 
@@ -66,19 +69,20 @@ def _prepare(config: PoolConfig, model: Path, threads: int, parent_fd: int) -> F
 class Supervisor:
     """A running pool, as a context manager.
 
-    Entering raises ConfigError (settings, a model that is not there, a pool of this name that runs already), what the engine
-    says of the model (ModelError, Unsupported), and Internal where children do not come up; nothing is left then.
+    Entering raises ConfigError (settings, a model that is not there; NameTaken for a pool of this name that runs already), what
+    the engine says of the model (ModelError, Unsupported), and Internal where children do not come up; nothing is left then.
     """
 
     def __init__(self, config: PoolConfig, *, programs: Programs | None = None, prepare: Prepare = _prepare) -> None:
         self._environment = settings.read_environment()
         self.config = settings.complete(config, self._environment)
+        self._store = settings.store_key(self.config.name, self._environment)
         self.cores: Cores = find_cores()
         if self.config.workers == 0:
             n = default_workers(self.cores, self.config.threads)
             self.config = msgspec.structs.replace(self.config, workers=n)
         self.facts: Facts | None = None
-        self.restarts = 0  # of children that died
+        self.metrics_address: str | None = None  # HOST:PORT where Prometheus may read
         self._programs = programs or Programs()
         self._prepare = prepare
         self._log = observe.logger("supervisor")
@@ -88,11 +92,16 @@ class Supervisor:
         self._children: dict[str, Child] = {}
         self._lives: dict[str, int] = {}
         self._due: dict[str, float] = {}  # children to start, and when
-        self._pauses: dict[str, float] = {}
+        self._deaths: Counter[str] = Counter()
+        self._restarts = Restarts(self._names()[1:])
         self._stopping = False
         self._ready = False
-        self._failure: str | None = None
-        self._keeper: threading.Thread | None = None
+        self._failure: str | None = None  # why there is no pool, or no more
+        self._over = threading.Event()  # set when the pool stops or has failed
+        self._threads: list[threading.Thread] = []
+        self._readiness = Readiness(
+            Path(self.config.ready_file) if self.config.ready_file else None, self._environment.notify_socket
+        )
 
     # ---- life
 
@@ -111,9 +120,13 @@ class Supervisor:
         model = models.resolve(self.config.model, Path(self.config.cache_dir))
         directory = settings.socket_dir(self._environment)
         settings.make_private_dir(directory)
-        self._lock_fd = _take_lock(directory / f"{self.config.name}.lock", self.config.name)
+        self._lock_fd = take_lock(directory / f"{self.config.name}.lock", self.config.name)
         self._stack.callback(os.close, self._lock_fd)
         self._stack.callback((directory / f"{self.config.name}.lock").unlink, missing_ok=True)
+        refuse_taken(self.config.address)
+        self._readiness.prepare()
+        if self.config.saved_dir:
+            settings.make_private_dir(Path(self.config.saved_dir), "saved_dir")
         self._life_fd, held = os.pipe()
         self._stack.callback(os.close, self._life_fd)
         self._stack.callback(os.close, held)
@@ -123,20 +136,37 @@ class Supervisor:
         self._configure(model)
         self._stack.callback(self._sweep)
         self._due = dict.fromkeys(self._names(), 0.0)
-        self._keeper = threading.Thread(target=self._keep, name="supervisor", daemon=True)
-        self._keeper.start()
+        self._run(self._keep, "supervisor")
         self._await_ready()
+        self._run(self._watch_broker, "watchdog")
+        facts: dict[str, str | int] = {"pid": os.getpid(), "name": self.config.name, "address": self.config.address}
+        if self.config.metrics:
+            from geist_pool.metrics import MetricsServer  # a pool without metrics loads nothing of them
+
+            server = self._stack.enter_context(MetricsServer(self.config.metrics, self.config.address, lambda: self.deaths))
+            facts["metrics"] = self.metrics_address = server.address
+            self._log.info("metrics", address=server.address)
+        self._readiness.announce(**facts)
+
+    def _run(self, target: Callable[[], None], name: str) -> None:
+        thread = threading.Thread(target=target, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def stop(self) -> None:
         """Stops every child and removes what the pool left; within `stop_timeout_s` and a moment. Doing it twice is allowed."""
-        with _uninterrupted():
+        with uninterrupted():
+            self._readiness.withdraw()
             with self._lock:
                 self._stopping = True
+            self._over.set()
             self._poke.set()
-            if self._keeper is not None:
-                self._keeper.join()
-                self._keeper = None
+            for thread in self._threads[:1]:
+                thread.join()  # the keeper, so that nobody is started any more
             self._end_children()
+            for thread in self._threads[1:]:
+                thread.join()  # the watchdog may have waited for the broker's answer
+            self._threads.clear()
             self._stack.close()
 
     def _end_children(self) -> None:
@@ -158,11 +188,12 @@ class Supervisor:
     def _sweep(self) -> None:
         """Removes sockets and, unless contexts are kept, shared memory. The lock is still held."""
         for address in (self.config.address, self._worker_address):
-            if address.startswith("ipc://"):
-                Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
-        if self.config.keep_contexts:
+            remove_left(address)
+        objects = shm.list_objects(self._store)
+        if self.config.keep_contexts and objects:
             return
-        for found in shm.list_objects(self.config.name):
+        Path(self._broker.bindings).unlink(missing_ok=True)
+        for found in objects:
             shm.unlink(found.name)
 
     # ---- configuration of children
@@ -171,22 +202,24 @@ class Supervisor:
         c = self.config
         self._worker_address = settings.worker_address(self._environment, c.name)
         try:
-            memory = c.memory or (settings.shm_free_bytes() + shm.total_bytes(c.name)) // 2
+            memory = c.memory or (settings.shm_free_bytes() + shm.total_bytes(self._store)) // 2
         except OSError as e:
             raise ConfigError(f"there is no shared memory to use at /dev/shm: {e.strerror}", path="memory") from None
         if memory == 0:
             raise ConfigError("/dev/shm is full: nothing is free for contexts", path="memory")
         self._broker = BrokerConfig(
             pool=c.name,
+            store=self._store,
             model_path=str(model),
             address=c.address,
             worker_address=self._worker_address,
             memory=memory,
+            bindings=str(settings.socket_dir(self._environment) / f"{c.name}.bindings"),
             parent_fd=self._life_fd,
             **_same(c, BrokerConfig),
         )
         self._worker = WorkerConfig(
-            pool=c.name,
+            store=self._store,
             worker="",
             worker_address=self._worker_address,
             model_path=str(model),
@@ -206,7 +239,7 @@ class Supervisor:
             c, program = msgspec.structs.replace(self._worker, worker=f"{name}.{life}"), self._programs.worker
             cpus = self._cpus[int(name[1:])] if self._cpus else ()
         c = msgspec.structs.replace(c, faults=faults_for(self.config.faults, name, life))
-        command = [sys.executable, "-m", program, settings.to_json(c)]
+        command = [sys.executable, "-P", "-m", program, settings.to_json(c)]
         child = Child(name, command, lambda _: self._poke.set(), pass_fds=(self._life_fd, self._lock_fd), cpus=cpus)
         self._log.info("started", child=name, life=life, pid=child.pid, cpus=list(cpus))
         return child
@@ -222,6 +255,9 @@ class Supervisor:
                     return
                 for child in [c for c in self._children.values() if c.ended]:
                     self._bury(child)
+                if self._failure is not None and self._ready:
+                    self._give_up()
+                    return
                 now = time.monotonic()
                 for name in [n for n, at in self._due.items() if at <= now]:
                     del self._due[name]
@@ -229,38 +265,68 @@ class Supervisor:
                         self._children[name] = self._launch(name)
                     except OSError as e:
                         self._log.error("cannot start", child=name, error=str(e))
-                        self._schedule(name, 0.0)
+                        self._due[name] = now + self._note_death(name, 0.0, f"cannot be started: {e}")
                 wait = min((at - time.monotonic() for at in self._due.values()), default=None)
             self._poke.wait(None if wait is None else max(0.0, wait))
 
     def _bury(self, child: Child) -> None:
+        """Notes that a child has ended, and when it is due again. Called with the lock held."""
         if self._children.get(child.name) is not child:
             return  # went with the broker already
         del self._children[child.name]
-        self._log.warning("died", child=child.name, pid=child.pid, how=child.exit_words, lived_s=round(child.age, 3))
-        if not self._ready and self._failure is None:
-            self._failure = f"{child.name} ended with {child.exit_words} before the pool was ready"
-        self.restarts += 1
+        pause = self._note_death(child.name, child.age, f"ended with {child.exit_words}")
+        self._log.warning(
+            "died", child=child.name, pid=child.pid, how=child.exit_words, lived_s=round(child.age, 3), pause_s=round(pause, 3)
+        )
+        names = [child.name]
         if child.name == BROKER:
+            names = self._names()
             workers = list(self._children.values())
             self._children.clear()
             kill_all(workers)
-            self.restarts += len(workers)
-            pause = self._schedule(BROKER, child.age)
-            self._due = dict.fromkeys(self._names(), time.monotonic() + pause)
-        else:
-            self._schedule(child.name, child.age)
+            self._deaths.update(c.name for c in workers)
+        self._due |= dict.fromkeys(names, time.monotonic() + pause)
+
+    def _note_death(self, name: str, age: float, how: str) -> float:
+        """Counts it and judges whether it ends the pool; the pause in seconds before the next life. With the lock held."""
+        self._deaths[name] += 1
+        pause = self._restarts.died(name, age)
+        if self._ready:
+            self._failure = self._restarts.hopeless({n: c.age for n, c in self._children.items() if not c.ended})
+        elif self._failure is None and self._restarts.start_failed(name):
+            times = f", {self._deaths[name]} times in a row," if self._deaths[name] > 1 else ""
+            self._failure = f"{name} {how}{times} before the pool was ready"
+        return pause
+
+    def _give_up(self) -> None:
+        """Ends what still lives, so that no client waits for a pool that will not come back. Called with the lock held."""
+        self._log.error("giving up", why=self._failure)
+        self._due.clear()
+        kill_all(list(self._children.values()))
+        self._over.set()
 
     def _names(self) -> list[str]:
         """All children, in the order of their start."""
         return [BROKER, *(f"w{i}" for i in range(self.config.workers))]
 
-    def _schedule(self, name: str, age: float) -> float:
-        """Puts a child down for a new start; returns the pause in seconds."""
-        last = 0.0 if age >= STEADY_S else self._pauses.get(name, 0.0)
-        pause = self._pauses[name] = min(BACKOFF_MOST_S, last * 2) if last else BACKOFF_FIRST_S
-        self._due[name] = time.monotonic() + pause
-        return pause
+    def _watch_broker(self) -> None:
+        """The watchdog's thread: a broker that has answered once and then says nothing for `worker_timeout_s` is killed."""
+        patience = self.config.worker_timeout_s
+        answered: tuple[Child | None, float] = (None, 0.0)  # who did last, and when
+        with Client(self.config.address, timeout=patience, connect_timeout=min(1.0, patience)) as client:
+            while not self._over.wait(min(WATCH_S, patience / 2)):
+                with self._lock:
+                    asked = self._children.get(BROKER)
+                try:
+                    client.stats()
+                    answered = (asked, time.monotonic())
+                except GeistPoolError as e:
+                    if asked is None or asked is not answered[0] or time.monotonic() - answered[1] < patience:
+                        continue
+                    with self._lock:
+                        if self._children.get(BROKER) is asked and not self._stopping:
+                            self._log.error("broker gives no answer; killing it", pid=asked.pid, error=str(e))
+                            asked.send(signal.SIGKILL)
 
     def _await_ready(self) -> None:
         """Returns when every worker has said hello. Raises Internal when a child ends before, or at the deadline."""
@@ -271,7 +337,8 @@ class Supervisor:
                 if self._failure is not None:
                     raise Internal(f"the pool did not start: {self._failure}; what it said stands above")
                 with suppress(GeistPoolError):
-                    seen = client.stats().workers
+                    found = client.info()
+                    seen = found.workers if found.pool == self.config.name else 0  # another pool may answer there
                     if seen >= self.config.workers:
                         break
                 if time.monotonic() > until:
@@ -297,29 +364,26 @@ class Supervisor:
         """Bytes of shared memory that contexts may take."""
         return self._broker.memory
 
+    @property
+    def deaths(self) -> Mapping[str, int]:
+        """How often each child has died and come back, or will soon."""
+        with self._lock:
+            return dict(self._deaths)
+
+    @property
+    def restarts(self) -> int:
+        """How often children have died, all together."""
+        return sum(self.deaths.values())
+
     def wait(self) -> None:
-        """Sleeps until a signal ends it by KeyboardInterrupt; see `signals_interrupt`."""
-        threading.Event().wait()
+        """Sleeps until a signal ends it by KeyboardInterrupt; see `signals.signals_interrupt`.
 
-
-@contextmanager
-def signals_interrupt() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the block as Ctrl-C does, by KeyboardInterrupt. Only in the main thread.
-
-    It is put around the pool, so that a signal during the start, too, stops everything in order. What the caller ignores (SIGHUP
-    under nohup) stays ignored.
-    """
-
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    wanted = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
-    before = {n: signal.signal(n, interrupt) for n in wanted}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        Raises PoolLost when the pool has given up because its processes died again and again.
+        """
+        while not self._over.wait(SLICE_S):  # a signal that comes just before a wait begins is noticed only when it ends
+            pass
+        if self._failure is not None:
+            raise PoolLost(f"the pool gave up: {self._failure}; what they said stands above")
 
 
 def faults_for(words: tuple[str, ...], name: str, life: int) -> tuple[str, ...]:
@@ -336,46 +400,3 @@ def _same(c: PoolConfig, kind: type[BrokerConfig] | type[WorkerConfig]) -> dict[
     """The settings that a child's configuration has under the same name (faults, address and memory are set apart)."""
     apart = ("faults", "address", "memory")
     return {f: getattr(c, f) for f in kind.__struct_fields__ if f in PoolConfig.__struct_fields__ and f not in apart}
-
-
-def _take_lock(path: Path, name: str) -> int:
-    """An open, locked descriptor with this process's id in the file. Raises ConfigError that names who holds it."""
-    until = time.monotonic() + LOCK_PATIENCE_S
-    while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_file(fd, path):
-                os.ftruncate(fd, 0)
-                os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-                return fd
-        except BlockingIOError:
-            if time.monotonic() > until:
-                holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
-                os.close(fd)
-                words = f"a pool named {name!r} is running already (process {holder}); stop it or choose another --name"
-                raise ConfigError(words, path="name") from None
-        os.close(fd)
-        time.sleep(0.02)
-
-
-def _is_file(fd: int, path: Path) -> bool:
-    """Whether the path still leads to the open file: who stops a pool removes its lock file."""
-    try:
-        return os.path.samestat(os.fstat(fd), path.stat())
-    except FileNotFoundError:
-        return False
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Holds signals back while the pool stops: a second Ctrl-C must not leave half of it. Nothing outside the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {n: signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

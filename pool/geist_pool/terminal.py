@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from geist_pool import models
+from geist_pool import downloads, models
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -19,7 +19,7 @@ def console(*, stderr: bool = False) -> Console:
 
 
 @contextmanager
-def download_bar(name: str) -> Iterator[models.Progress]:
+def download_bar(name: str) -> Iterator[downloads.Progress]:
     """A progress bar on stderr while the block runs; without a terminal one line a step."""
     out = console(stderr=True)
     if not out.is_terminal:
@@ -45,6 +45,6 @@ def download_bar(name: str) -> Iterator[models.Progress]:
 
 
 def pull(name: str, cache_dir: Path) -> Path:
-    """Fetches a catalogue model with a bar unless it is there; returns its path. Raises DownloadError."""
+    """Fetches a model of the catalogue or the hub with a bar unless it is there; returns its path. Raises DownloadError."""
     with download_bar(name) as report:
         return models.pull(name, cache_dir, progress=report)

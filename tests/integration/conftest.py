@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from geist_pool import config, protocol
-from geist_pool.engine import Engine, Gguf
+from geist_pool.engine import Engine, Gguf, Model
 from geist_pool.store import layout, names
 
 TIMEOUT_MS = 60_000  # far above what anything here takes; a test that waits so long has failed
@@ -35,6 +35,13 @@ def nan_model(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPath
     path = tmp_path_factory.mktemp("nan") / "nan.gguf"
     path.write_bytes(data)
     return path
+
+
+@pytest.fixture
+def model(tiny_model: Callable[..., Path], packed_dir: Path) -> Iterator[Model]:
+    """The same model in this process, as the measure."""
+    with Engine("scalar") as engine, Model(engine, tiny_model("qwen35-tiny"), cache_dir=packed_dir) as m:
+        yield m
 
 
 class Worker:
@@ -75,7 +82,7 @@ class PaperBroker:
         read, write = os.pipe()
         os.set_inheritable(read, True)
         base = config.WorkerConfig(
-            pool=self.pool,
+            store=self.pool,
             worker=f"w{self._n}",
             worker_address=self._address,
             model_path=str(self._model),
@@ -143,8 +150,10 @@ class PaperBroker:
         self.send(worker, message)
         return self.receive()[1]
 
-    def grant(self, worker: Worker, n_tokens: int, chain: protocol.Chain = (), attempt: int = 1) -> protocol.Grant:
-        """Permission for a new context of so many tokens in all."""
+    def grant(
+        self, worker: Worker, n_tokens: int, chain: protocol.Chain = (), attempt: int = 1, *, ceiling: bool = False
+    ) -> protocol.Grant:
+        """Permission for a new context of so many tokens in all, or at most."""
         self._n += 1
         id, geometry = f"{self._n:012x}", worker.hello.geometry
         first = layout.whole_blocks(chain[-1].n_tokens) if chain else 0
@@ -160,6 +169,7 @@ class PaperBroker:
             n_tokens=n_tokens,
             first_block=first,
             n_blocks=n_blocks,
+            chain=chain,
         )
         ref = protocol.ContextRef(
             id=id,
@@ -171,7 +181,7 @@ class PaperBroker:
             n_blocks=n_blocks,
             n_tokens=n_tokens,
         )
-        return protocol.Grant(ref, envelope)
+        return protocol.Grant(ref, envelope, ceiling)
 
     def create(self, worker: Worker, tokens: Sequence[int], chain: protocol.Chain = ()) -> protocol.Chain:
         """A sealed context of these tokens behind the chain; its own chain."""

@@ -25,7 +25,7 @@ import pytest
 
 from geist_pool import engine, errors
 from geist_pool.client import Client
-from geist_pool.config import PoolConfig
+from geist_pool.config import PoolConfig, store_key
 from geist_pool.protocol import GenerateResult, Message, Sampling
 from geist_pool.store import shm
 from geist_pool.supervisor import Supervisor
@@ -88,7 +88,7 @@ def running(config: PoolConfig) -> Iterator[Supervisor]:
     """A pool that may leave nothing in shared memory."""
     with Supervisor(config) as pool:
         yield pool
-    assert shm.list_objects(config.name) == []
+    assert shm.list_objects(store_key(config.name)) == []
 
 
 @pytest.fixture(scope="module")
@@ -362,9 +362,9 @@ def test_worker_killed_while_publishing(
     with running(config) as pool, Client(pool.config.address) as client:
         made = client.create_context(STORY, name="inn")
         assert made.created and pool.restarts == 1
-        names = {found.name for found in shm.list_objects(config.name)}
-        assert sum(found.n_bytes for found in shm.list_objects(config.name)) == client.stats().store_bytes == made.context.bytes
-        assert len(names) <= 2
+        objects = shm.list_objects(store_key(config.name))
+        assert sum(found.n_bytes for found in objects) == client.stats().store_bytes == made.context.bytes
+        assert len(objects) <= 2
         assert client.generate(context="inn", max_tokens=4, ignore_eog=True).tokens == reference.generate(ids(client, STORY), 4)
 
 
@@ -408,7 +408,7 @@ def test_client_in_flight_hears_of_a_killed_broker(
 ) -> None:
     """FINDINGS row 14: no request hangs."""
     config = make_config(name=new_pool_name(), faults=("slow-decode=20",))
-    with running(config) as pool, Client(pool.config.address, timeout=None) as client:
+    with running(config) as pool, Client(pool.config.address, timeout=None, retries=0) as client:
         stream = client.stream(STORY, max_tokens=500, ignore_eog=True)
         next(stream)
         os.kill(pool.pids["broker"], signal.SIGKILL)
@@ -519,7 +519,7 @@ def test_ctrl_c_stops_everything(
         assert server.returncode == 0 and "Traceback" not in err, err
     psutil.wait_procs(family, timeout=30)
     assert not [p for p in family if p.is_running()]
-    assert shm.list_objects(config.name) == []
+    assert shm.list_objects(store_key(config.name)) == []
 
 
 def test_killed_server_leaves_nothing_that_the_next_one_minds(
@@ -562,7 +562,7 @@ def test_commands_talk_to_a_pool(pool: Supervisor, tmp_path: Path) -> None:
 def test_second_server_of_the_name_refuses(pool: Supervisor, make_config: Callable[..., PoolConfig]) -> None:
     with server_of(make_config(name=NAME)) as second:
         _, err = second.communicate(timeout=60)
-        assert second.returncode == 2
+        assert second.returncode == 3
         assert f"running already (process {os.getpid()})" in err
 
 

@@ -11,64 +11,16 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
+from worker_kit import drop, expected, generate, ids, mapped_names, published
 
 from geist_pool import protocol as p
-from geist_pool.engine import Engine, Model, Session
-from geist_pool.store import layout, shm
-
-
-def ids(n: int, seed: int = 0) -> tuple[int, ...]:
-    return tuple(np.random.default_rng(seed).integers(3, 500, n).tolist())
-
-
-def generate(tokens: tuple[int, ...], n: int = 8, **changes: object) -> p.GenerateWork:
-    base = p.GenerateWork(tokens=tokens, max_tokens=n, sampling=p.Sampling(seed=1), stop=(), eog=(), stream=False, logprobs=2)
-    return msgspec.structs.replace(base, **changes)
-
-
-@pytest.fixture
-def model(tiny_model: Callable[..., Path], packed_dir: Path) -> Iterator[Model]:
-    """The same model in this process, as the measure."""
-    with Engine("scalar") as engine, Model(engine, tiny_model("qwen35-tiny"), cache_dir=packed_dir) as m:
-        yield m
-
-
-def expected(model: Model, prompt: tuple[int, ...], n: int = 8, sampling: p.Sampling | None = None) -> list[int]:
-    with Session(model) as session:
-        session.prefill(prompt)
-        session.set_sampler(sampling or p.Sampling())
-        out: list[int] = []
-        for _ in range(n):
-            out.append(session.sample())
-            session.decode(out[-1])
-        return out
-
-
-def published(ref: p.ContextRef) -> tuple[bytes, bytes]:
-    """The engine's part of a context's objects: image and blocks."""
-    with shm.Mapping(ref.image, ref.image_bytes) as mapped:
-        image = bytes(mapped.view[layout.parse(mapped.view, what=ref.image).image_offset :])
-    if ref.kv is None:
-        return image, b""
-    with shm.Mapping(ref.kv, ref.kv_bytes) as mapped:
-        return image, bytes(mapped.view)
-
-
-def drop(chain: p.Chain) -> None:
-    for ref in chain:
-        shm.unlink(ref.image)
-        if ref.kv is not None:
-            shm.unlink(ref.kv)
-
-
-def mapped_names(pid: int) -> list[str]:
-    return [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/dev/shm/gp-" in line]
+from geist_pool.engine import Model, Session
+from geist_pool.store import shm
 
 
 def test_a_worker_imports_no_tokenizer() -> None:
@@ -303,7 +255,8 @@ def test_a_ping_is_answered_between_passes(paper_broker) -> None:
     broker = paper_broker()
     worker = broker.start(prefill_chunk=8, faults=("slow-prefill=5",))
     job = broker.assign(worker, generate(ids(800), 1))
-    assert broker.answer(worker, p.Ping(7)) == p.Pong(7)
+    assert broker.answer(worker, p.Ping(7)).n == 7
+    assert not any(isinstance(m, p.Done) for _, m in broker.heard), "the ping waited for the job"
     assert isinstance(broker.last_word(job), p.Done)
 
 
@@ -363,33 +316,6 @@ def test_a_damaged_context_is_told_and_not_used(paper_broker, where: str) -> Non
     assert mapped_names(worker.process.pid) == []
     assert isinstance(broker.run(worker, generate((3,))), p.Done)
     drop(chain)
-
-
-def test_memory_stays_flat_over_many_contexts(paper_broker, pool_name: str) -> None:
-    """Published, mapped, used, dropped and forgotten, over and over (FINDINGS row 17). 2 MB: a context leaked each time would be
-    tens of MB; what an allocator keeps is far less."""
-    broker = paper_broker()
-    worker = broker.start()
-
-    def resident() -> int:
-        return int(Path(f"/proc/{worker.process.pid}/statm").read_text().split()[1]) * resource.getpagesize()
-
-    def cycle() -> None:
-        chain = broker.create(worker, ids(70))
-        assert broker.answer(worker, p.Announce(chain)) == p.Mapped(chain[-1].id)
-        broker.run(worker, generate((3,), 1), chain)
-        drop(chain)
-        assert broker.answer(worker, p.Forget(chain[-1].id)) == p.Forgotten(chain[-1].id)
-        broker.heard.clear()
-
-    for _ in range(50):
-        cycle()
-    before = resident()
-    for _ in range(300):
-        cycle()
-    assert resident() - before < 2 << 20
-    assert mapped_names(worker.process.pid) == []
-    assert shm.list_objects(pool_name) == []
 
 
 # ---- failures
@@ -467,6 +393,50 @@ def test_a_killed_worker_is_replaced_without_a_trace(paper_broker, pool_name: st
     drop(chain)
 
 
+@pytest.mark.parametrize("point", ["publish", "seal"])
+def test_a_worker_that_goes_with_its_parent_takes_unsealed_objects_along(paper_broker, pool_name: str, point: str) -> None:
+    """While it publishes; what is sealed stays for the next pool (FINDINGS row 15)."""
+    broker = paper_broker()
+    worker = broker.start(faults=(f"slow-{point}=3000",))
+    job = broker.assign(worker, p.CreateWork(ids(130), broker.grant(worker, 130)))
+    while point == "seal" and len(shm.list_objects(pool_name)) < 2:
+        pass
+    worker.cut_lifeline()
+    assert worker.process.wait(60) == 0
+    assert not any(getattr(m, "job", None) == job for _, m in broker.heard)
+    assert shm.list_objects(pool_name) == []
+
+
+def test_a_worker_that_fails_at_its_last_word_ends(paper_broker, model: Model) -> None:
+    broker = paper_broker()
+    worker = broker.start(faults=("fail-reply=2",))
+    assert isinstance(broker.run(worker, generate(ids(5))), p.Done)
+    broker.assign(worker, generate(ids(5)))
+    assert worker.process.wait(60) == 1
+    assert broker.silent(50)
+
+
+@pytest.mark.parametrize("point", ["attach", "prefill", "decode", "score", "publish", "seal"])
+def test_a_job_that_fails_at_a_point_leaves_no_trace(paper_broker, pool_name: str, model: Model, point: str) -> None:
+    """Its session and contexts are as new for the next one."""
+    broker = paper_broker()
+    worker = broker.start(faults=(f"fail-{point}=2",) if point in ("prefill", "decode", "score") else (f"fail-{point}",))
+    maker = broker.start()
+    chain = broker.create(maker, ids(70))
+    work: p.Work = generate(ids(200, seed=1), 4)
+    if point == "score":
+        work = p.ScoreWork((3,), (ids(2), ids(3)))
+    if point in ("publish", "seal"):
+        work = p.CreateWork(ids(60), broker.grant(maker, 130, chain))
+    assert broker.fail(worker, work, chain).code == "internal"
+    assert broker.answer(worker, p.Forget(chain[-1].id)) == p.Forgotten(chain[-1].id)
+    assert mapped_names(worker.process.pid) == []
+    assert len(shm.list_objects(pool_name)) == 2
+    done = broker.run(worker, generate(ids(9, seed=1)), chain)
+    assert list(done.result.tokens) == expected(model, ids(70) + ids(9, seed=1))
+    drop(chain)
+
+
 @pytest.mark.parametrize("busy", [False, True])
 def test_a_worker_goes_with_its_parent(paper_broker, busy: bool) -> None:
     broker = paper_broker()
@@ -505,3 +475,16 @@ def test_a_worker_that_cannot_start_says_why(
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert done.stderr.strip()
+
+
+def test_a_context_that_was_dropped_meanwhile_is_no_warning(paper_broker, capfd):  # type: ignore[no-untyped-def]
+    broker = paper_broker()
+    worker = broker.start()
+    chain = broker.create(worker, ids(80))
+    drop(chain)
+    broker.send(worker, p.Forget(chain[-1].id))
+    assert isinstance(broker.receive()[1], p.Forgotten)
+    told = broker.answer(worker, p.Announce(chain))
+    assert isinstance(told, p.Mapped) and told.error is not None
+    broker.stop(worker)
+    assert "cannot be used" not in capfd.readouterr().err

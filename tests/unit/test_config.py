@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from geist_pool import config
-from geist_pool.config import BrokerConfig, PoolConfig, WorkerConfig
+from geist_pool.config import BrokerConfig, PoolConfig, SpaceQuota, WorkerConfig
 from geist_pool.errors import ConfigError
 
 
@@ -32,7 +32,8 @@ def write(path: Path, text: str) -> Path:
 def test_defaults_need_nothing(environ: dict[str, str], tmp_path: Path) -> None:
     found = config.load(environ=environ)
     address = f"ipc:///tmp/geist-pool-{os.getuid()}/default.ipc"
-    assert found == PoolConfig(address=address, cache_dir=str(tmp_path / ".cache" / "geist-pool"))
+    saved = str(tmp_path / ".local" / "share" / "geist-pool" / "saved")
+    assert found == PoolConfig(address=address, cache_dir=str(tmp_path / ".cache" / "geist-pool"), saved_dir=saved)
 
 
 def test_precedence(environ: dict[str, str], tmp_path: Path) -> None:
@@ -65,6 +66,10 @@ def test_named_file_is_read_instead(environ: dict[str, str], tmp_path: Path) -> 
         ("memory = 'much'", "memory", "a size is"),
         ("name = 'a/b'", "name", "regex"),
         ("[nested]\nworkers = 1", "nested", "no setting"),
+        ("spaces = 3", "spaces", "are tables"),
+        ("[spaces.a]\nmemory = 'much'", "spaces.a.memory", "a size is"),
+        ("[spaces.a]\nqueue = -1", "spaces", r">= 0.*in spaces"),
+        ("[spaces.a]\nbytes = 1", "spaces", "unknown field"),
         ("workers = ", "config", "is no TOML"),
     ],
 )
@@ -73,7 +78,7 @@ def test_wrong_file_names_file_and_setting(environ: dict[str, str], tmp_path: Pa
     with pytest.raises(ConfigError, match=words) as caught:
         config.load(config_file=file, environ=environ)
     assert caught.value.path == path
-    if path != "memory":
+    if "memory" not in path:
         assert str(file) in caught.value.message
 
 
@@ -124,6 +129,51 @@ def test_other_addresses_are_refused(address: str, words: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("127.0.0.1:9464", ("127.0.0.1", 9464)),
+        ("9464", ("127.0.0.1", 9464)),
+        (":0", ("127.0.0.1", 0)),
+        ("localhost:1", ("localhost", 1)),
+        ("[::1]:65535", ("::1", 65535)),
+        ("0.0.0.0:9464", None),
+        ("[::]:9464", None),
+        ("example.org:80", None),
+        ("127.0.0.1", None),
+        ("127.0.0.1:65536", None),
+        ("http://127.0.0.1:80", None),
+    ],
+)
+def test_metrics_stay_on_the_loopback(text: str, found: tuple[str, int] | None) -> None:
+    if found is not None:
+        assert config.check_metrics_address(text) == found
+        return
+    with pytest.raises(ConfigError) as caught:
+        config.check_metrics_address(text)
+    assert caught.value.path == "metrics"
+    with pytest.raises(ConfigError):
+        config.complete(PoolConfig(metrics=text))
+
+
+def test_quotas_of_spaces_are_tables_of_the_file(environ: dict[str, str], tmp_path: Path) -> None:
+    text = "[spaces.red]\nmemory = '1GiB'\nqueue = 100\ncontexts = 50\n[spaces.'the blue one']\nqueue = 5\n"
+    found = config.load(config_file=write(tmp_path / "c.toml", text), environ=environ)
+    assert found.spaces == {
+        "red": SpaceQuota(memory=1 << 30, queue=100, contexts=50),
+        "the blue one": SpaceQuota(memory=0, queue=5, contexts=0),
+    }
+    with pytest.raises(ConfigError, match="tables"):
+        config.load(environ={**environ, "GEIST_POOL_SPACES": "red"})
+
+
+def test_paths_become_absolute(environ: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = config.load({"saved_dir": "s", "ready_file": "r", "cache_dir": "c"}, environ=environ)
+    assert (found.saved_dir, found.ready_file, found.cache_dir) == tuple(str(tmp_path / x) for x in "src")
+    assert config.load(environ={**environ, "XDG_DATA_HOME": "/d"}).saved_dir == "/d/geist-pool/saved"
+
+
+@pytest.mark.parametrize(
     ("text", "n"), [("0", 0), ("12", 12), ("1k", 1000), ("2KiB", 2048), ("1.5 GB", 1_500_000_000), ("8GiB", 8 << 30), (7, 7)]
 )
 def test_sizes(text: object, n: int) -> None:
@@ -152,8 +202,11 @@ def test_private_directory(tmp_path: Path) -> None:
 
 
 def test_children_read_what_was_written() -> None:
-    broker = BrokerConfig(pool="p", model_path="/m", address="ipc:///a", worker_address="ipc:///b", memory=1, workers=2)
-    worker = WorkerConfig(pool="p", worker="w0.1", worker_address="ipc:///b", model_path="/m", cache_dir="/c", faults=("x",))
+    quotas = {"red": SpaceQuota(memory=5)}
+    broker = BrokerConfig(
+        pool="p", store="5e", model_path="/m", address="ipc:///a", worker_address="ipc:///b", memory=1, workers=2, spaces=quotas
+    )
+    worker = WorkerConfig(store="5e", worker="w0.1", worker_address="ipc:///b", model_path="/m", cache_dir="/c", faults=("x",))
     assert config.broker_config(config.to_json(broker)) == broker
     assert config.worker_config(config.to_json(worker)) == worker
     for text in ("{", "[]", '{"pool": 1}', msgspec.json.encode({**msgspec.to_builtins(broker), "more": 1}).decode()):
@@ -164,8 +217,23 @@ def test_children_read_what_was_written() -> None:
 def test_children_share_the_defaults_of_the_pool() -> None:
     """A field that the pool and a child both have means the same; two defaults would be two truths."""
     pool = PoolConfig()
-    broker = BrokerConfig(pool="p", model_path="/m", address="ipc:///a", worker_address="ipc:///b", memory=1, workers=2)
-    worker = WorkerConfig(pool="p", worker="w", worker_address="ipc:///b", model_path="/m", cache_dir="/c")
+    broker = BrokerConfig(
+        pool="p", store="5e", model_path="/m", address="ipc:///a", worker_address="ipc:///b", memory=1, workers=2
+    )
+    worker = WorkerConfig(store="5e", worker="w", worker_address="ipc:///b", model_path="/m", cache_dir="/c")
     for child in (broker, worker):
         shared = set(child.__struct_fields__) & set(pool.__struct_fields__) - {"address", "memory", "workers", "cache_dir"}
         assert {f: getattr(child, f) for f in shared} == {f: getattr(pool, f) for f in shared}
+
+
+def test_example_file_is_every_setting_with_its_default(environ: dict[str, str], tmp_path: Path) -> None:
+    example = Path(__file__).resolve().parents[2] / "configs" / "config.toml"
+    assert config.read_file(example) == {}  # everything is commented out
+    lines = example.read_text().splitlines()
+    settings = [line[1:] for line in lines if line.startswith("#") and not line.startswith("# ")]
+    found = config.read_file(write(tmp_path / "all.toml", "\n".join(settings)))
+    assert set(found) == set(PoolConfig.__struct_fields__)
+    quota = SpaceQuota(memory=1 << 30, queue=100, contexts=50)
+    assert found.pop("spaces") == {"npc": quota}
+    defaults = PoolConfig()
+    assert found == {name: getattr(defaults, name) for name in found}

@@ -23,27 +23,30 @@ PACKAGE = ROOT / "pool" / "geist_pool"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 ONLY_IN = {
-    "zmq": {"broker/loop.py", "worker/loop.py", "client.py"},
+    "zmq": {"broker/loop.py", "worker/loop.py", "client/"},
     "geist_pool._geist": {"engine.py"},
     "posix_ipc": {"store/"},
     "mmap": {"store/"},
     "gguf": set(),
-    "huggingface_hub": {"models.py"},
+    "huggingface_hub": {"hub.py"},
+    "prometheus_client": {"metrics.py"},
+    "psutil": set(),
     "tokenizers": {"text/"},
     "jinja2": {"text/"},
     "click": {"commands.py"},
     "multiprocessing": set(),
 }
 
-PURE = ("broker/machine.py", "broker/placement.py", "broker/directory.py", "worker/batch.py")
+PURE = ("broker/machine.py", "broker/placement.py", "broker/directory.py", "worker/batch.py", "client/wire.py", "client/calls.py")
 IMPURE = {  # input and output, clocks, randomness, other processes and threads
     *("asyncio", "ctypes", "glob", "http", "io", "logging", "mmap", "multiprocessing", "os", "pathlib", "posix_ipc", "random"),
     *("secrets", "select", "selectors", "shutil", "signal", "socket", "ssl", "structlog", "subprocess", "sys", "tempfile"),
     *("threading", "time", "datetime", "urllib", "uuid", "zmq", "numpy", "psutil", "queue"),
 }
 IMPURE_OURS = {
-    *("geist_pool.engine", "geist_pool.client", "geist_pool.models", "geist_pool.supervisor", "geist_pool.observe"),
-    *("geist_pool.store.shm", "geist_pool.store.packed", "geist_pool.lifeline", "geist_pool.terminal"),
+    *("geist_pool.engine", "geist_pool.client.sync", "geist_pool.client.aio", "geist_pool.models", "geist_pool.supervisor"),
+    "geist_pool.observe",
+    *("geist_pool.store.shm", "geist_pool.store.packed", "geist_pool.store.files", "geist_pool.lifeline", "geist_pool.terminal"),
 }
 
 
@@ -75,7 +78,7 @@ def is_in(module: str, room: str) -> bool:
 
 def test_the_rules_look_at_something() -> None:
     assert len(SOURCES) > 20
-    assert {"zmq", "geist_pool.protocol"} <= set(imports(PACKAGE / "client.py"))
+    assert {"zmq", "geist_pool.protocol"} <= set(imports(PACKAGE / "client" / "sync.py"))
 
 
 @pytest.mark.parametrize("room", sorted(ONLY_IN))
@@ -144,7 +147,7 @@ def test_worker_loads_no_tokenizer_and_nothing_to_show() -> None:
 
 def test_supervisor_needs_no_engine() -> None:
     loaded = modules_after("import geist_pool.supervisor")
-    assert not {"geist_pool.engine", "geist_pool._geist", "tokenizers"} & loaded
+    assert not {"geist_pool.engine", "geist_pool._geist", "tokenizers", "huggingface_hub", "prometheus_client"} & loaded
 
 
 def test_intrinsics_stay_among_the_kernels() -> None:

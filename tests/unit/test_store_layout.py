@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from geist_pool.errors import ImageDamaged
-from geist_pool.protocol import Envelope, Geometry, Message
+from geist_pool.errors import ImageDamaged, Internal
+from geist_pool.protocol import ContextRef, Envelope, Geometry, Grant, Message
 from geist_pool.store import layout, names
 
 GEOMETRY = Geometry(header_bytes=4096, n_vocab=1000, recurrent_bytes=5000, kv_bytes_per_token=96, kv_block_bytes=8192)
@@ -215,3 +215,91 @@ def test_another_envelope_under_a_right_checksum_is_refused() -> None:
 def test_no_bytes_break_the_parser(data: bytes) -> None:
     with pytest.raises(ImageDamaged):
         layout.parse(memoryview(data), what="x")
+
+
+# ---- ancestors
+
+
+def ref(id: str, n_tokens: int, first_block: int) -> ContextRef:
+    n_blocks = n_tokens // 64 - first_block
+    kv = names.kv_name("p", id) if n_blocks else None
+    return ContextRef(id, names.image_name("p", id), 1, kv, 8192 * n_blocks, first_block, n_blocks, n_tokens)
+
+
+A, B = "0000000000aa", "0000000000bb"
+CHAIN = (ref(A, 70, 0), ref(B, 100, 1))  # one block, none
+
+
+def test_a_context_on_others_names_them() -> None:
+    value = envelope(parent=B, chain=CHAIN, first_block=1, n_blocks=1)
+    data = sealed(value)
+    assert layout.parse(memoryview(data), what="x").envelope == value
+    front = memoryview(data)[: layout.front_bytes(bytes(data[:128]), what="x")]
+    assert layout.parse_front(front, len(data), what="x") == layout.parse(memoryview(data), what="x")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"chain": ()},
+        {"parent": None},
+        {"parent": A},
+        {"chain": CHAIN[1:]},
+        {"chain": CHAIN[::-1]},
+        {"chain": (CHAIN[0], ref(B, 200, 1))},
+        {"chain": (ref(A, 60, 0), CHAIN[1])},
+    ],
+)
+def test_ancestors_that_do_not_fit_are_refused(changes: dict[str, object]) -> None:
+    value = envelope(**({"parent": B, "chain": CHAIN, "first_block": 1, "n_blocks": 1} | changes))
+    with pytest.raises(ImageDamaged, match="x"):
+        layout.parse(memoryview(sealed(value)), what="x")
+
+
+# ---- grants that are ceilings
+
+
+TEXT = "Hallo, Wanderer"
+
+
+def grant(n_tokens: int, chain: tuple[ContextRef, ...], *, answer: str | None = None) -> Grant:
+    """A ceiling with room for an answer's text; with `answer`, the exact grant."""
+    first = chain[-1].n_tokens // 64 if chain else 0
+    n_blocks = n_tokens // 64 - first
+    value = envelope(
+        parent=chain[-1].id if chain else None,
+        chain=chain,
+        n_tokens=n_tokens,
+        first_block=first,
+        n_blocks=n_blocks,
+        messages=(Message("system", "x"), Message("assistant", answer or "")),
+    )
+    image = layout.image_object_bytes(GEOMETRY, n_tokens, value) + (4096 if answer is None else 0)
+    return Grant(msgspec.structs.replace(ref(value.id, n_tokens, first), image_bytes=image), value, answer is None)
+
+
+@given(st.integers(101, 70_000), st.integers(0, 70_000), st.booleans())
+def test_a_ceiling_is_enough_for_everything_below_it(true: int, more: int, on_others: bool) -> None:
+    """And the true sizes are those of a grant of the true length and text."""
+    chain = CHAIN if on_others else ()
+    assert layout.cut_to(grant(true + more, chain), true, GEOMETRY, TEXT) == grant(true, chain, answer=TEXT)
+
+
+def test_without_messages_there_is_no_place_for_the_answer() -> None:
+    bare = grant(200, ())
+    bare = msgspec.structs.replace(bare, envelope=msgspec.structs.replace(bare.envelope, messages=None))
+    assert layout.cut_to(bare, 190, GEOMETRY, TEXT).envelope.messages is None
+
+
+@pytest.mark.parametrize(
+    ("granted", "true", "text"), [(128, 129, ""), (200, 63, ""), (200, 190, "x" * 90_000)], ids=["tokens", "ancestors", "text"]
+)
+def test_more_than_the_ceiling_is_refused(granted: int, true: int, text: str) -> None:
+    with pytest.raises(Internal, match="granted"):
+        layout.cut_to(grant(granted, CHAIN if true == 63 else ()), true, GEOMETRY, text)
+
+
+def test_an_exact_grant_is_left_alone() -> None:
+    exact = grant(128, (), answer="")
+    exact = msgspec.structs.replace(exact, ceiling=False)
+    assert layout.cut_to(exact, 64, GEOMETRY, TEXT) is exact

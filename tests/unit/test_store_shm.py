@@ -21,8 +21,8 @@ import posix_ipc
 import pytest
 
 from geist_pool.errors import ImageDamaged, Internal, StoreFull
-from geist_pool.protocol import ContextRef, Envelope, Geometry
-from geist_pool.store import layout, names, shm
+from geist_pool.protocol import Chain, ContextRef, Envelope, Geometry
+from geist_pool.store import layout, names, shm, unfinished
 
 GEOMETRY = Geometry(header_bytes=4096, n_vocab=10, recurrent_bytes=100, kv_bytes_per_token=8, kv_block_bytes=4096)
 FINGERPRINT = "cd" * 32
@@ -30,9 +30,9 @@ NUMERICS = 3
 PARENT, CHILD, GRANDCHILD = "0000000000aa", "0000000000bb", "0000000000cc"
 
 
-def context(
-    pool: str, id: str, n_tokens: int, *, parent: str | None = None, first_block: int = 0, attempt: int = 1
-) -> tuple[ContextRef, Envelope]:
+def context(pool: str, id: str, n_tokens: int, *, chain: Chain = (), attempt: int = 1) -> tuple[ContextRef, Envelope]:
+    parent = chain[-1].id if chain else None
+    first_block = chain[-1].n_tokens // 64 if chain else 0
     n_blocks = n_tokens // 64 - first_block
     envelope = Envelope(
         id=id,
@@ -45,6 +45,7 @@ def context(
         n_tokens=n_tokens,
         first_block=first_block,
         n_blocks=n_blocks,
+        chain=chain,
     )
     ref = ContextRef(
         id=id,
@@ -157,8 +158,9 @@ def test_no_other_name_reaches_the_system(name: str) -> None:
 
 def test_what_is_not_there_or_not_ours_is_not_mapped(pool_name: str) -> None:
     name = names.image_name(pool_name, PARENT)
-    with pytest.raises(ImageDamaged, match="cannot be opened"):
+    with pytest.raises(ImageDamaged, match="there is no") as missing:
         shm.Mapping(name)
+    assert missing.value.data["missing"]
     with shm.Writer(name, 4096):
         with pytest.raises(ImageDamaged, match="4096 bytes instead of 8192"):
             shm.Mapping(name, 8192)
@@ -296,16 +298,37 @@ def test_a_killed_writer_leaves_residue_only(pool_name: str) -> None:
         shm.unlink(name)
 
 
+def test_what_is_unfinished_can_be_undone_from_outside(pool_name: str) -> None:
+    """As a process does whose pool is gone; what is sealed stays."""
+    sealed, half = context(pool_name, PARENT, 130), context(pool_name, CHILD, 130)
+    publish(pool_name, *sealed)
+    with publication(pool_name, *half):
+        assert len(shm.list_objects(pool_name)) == 4
+        unfinished.undo_all()
+        assert {f.name for f in shm.list_objects(pool_name)} == {sealed[0].image, sealed[0].kv}
+    unfinished.undo_all()
+    clean(pool_name)
+
+
+def test_one_that_cannot_be_undone_does_not_keep_the_others() -> None:
+    undone: list[int] = []
+    unfinished.begin(lambda: undone.append(1))
+    unfinished.begin(lambda: 1 // 0)
+    unfinished.end(unfinished.begin(lambda: undone.append(2)))
+    unfinished.begin(lambda: undone.append(3))
+    unfinished.undo_all()
+    unfinished.undo_all()
+    assert undone == [1, 3]
+
+
 # ---- scan
 
 
 def family(pool: str) -> list[tuple[ContextRef, Envelope]]:
     """Three generations: 130, 200 and 210 tokens; the last has no whole block of its own."""
-    made = [
-        context(pool, PARENT, 130),
-        context(pool, CHILD, 200, parent=PARENT, first_block=2),
-        context(pool, GRANDCHILD, 210, parent=CHILD, first_block=3),
-    ]
+    parent = context(pool, PARENT, 130)
+    child = context(pool, CHILD, 200, chain=(parent[0],))
+    made = [parent, child, context(pool, GRANDCHILD, 210, chain=(parent[0], child[0]))]
     for ref, envelope in reversed(made):
         publish(pool, ref, envelope)
     return made
@@ -360,18 +383,109 @@ def open_kv_mode(made: list[tuple[ContextRef, Envelope]]) -> None:
     path(made[1][0].kv).chmod(0o666)
 
 
-@pytest.mark.parametrize(
-    "harm", [break_envelope, break_image, lose_kv, cut_kv, cut_image, open_mode, open_kv_mode], ids=lambda f: f.__name__
-)
-def test_a_harmed_context_goes_with_its_children(
-    pool_name: str, harm: Callable[[list[tuple[ContextRef, Envelope]]], None]
-) -> None:
+def lose_image(made: list[tuple[ContextRef, Envelope]]) -> None:
+    shm.unlink(made[1][0].image)
+
+
+Harm = Callable[[list[tuple[ContextRef, Envelope]]], None]
+
+
+@pytest.mark.parametrize("harm", [lose_kv, cut_kv, open_kv_mode], ids=lambda f: f.__name__)
+def test_without_its_blocks_a_context_goes_with_its_children(pool_name: str, harm: Harm) -> None:
     made = family(pool_name)
     harm(made)
     found = scan(pool_name)
     assert [s.ref for s in found.sound] == [made[0][0]]
+    assert found.orphans == ()
     kept = {made[0][0].image, made[0][0].kv}
     assert sorted(found.unlink) == [f.name for f in shm.list_objects(pool_name) if f.name not in kept]
+    clean(pool_name)
+
+
+@pytest.mark.parametrize("harm", [break_envelope, break_image, cut_image, open_mode, lose_image], ids=lambda f: f.__name__)
+def test_without_its_image_a_contexts_blocks_stay_for_its_children(pool_name: str, harm: Harm) -> None:
+    """An evicted ancestor, or one whose image was harmed: only its KV object is needed."""
+    made = family(pool_name)
+    harm(made)
+    found = scan(pool_name)
+    assert [(s.ref, s.envelope) for s in found.sound] == [made[0], made[2]]
+    assert found.orphans == (made[1][0],)
+    assert found.unlink == [n for n in (made[1][0].image,) if path(n).exists()]
+    clean(pool_name)
+
+
+def test_all_ancestors_images_may_be_gone(pool_name: str) -> None:
+    made = family(pool_name)
+    for ref, _ in made[:2]:
+        shm.unlink(ref.image)
+    found = scan(pool_name)
+    assert [s.ref for s in found.sound] == [made[2][0]]
+    assert found.orphans == (made[0][0], made[1][0])
+    assert found.residue == ()
+    shm.unlink(made[2][0].image)
+    found = scan(pool_name)
+    assert (found.sound, found.orphans) == ((), ())
+    assert sorted(found.unlink) == [f.name for f in shm.list_objects(pool_name)], "nobody needs the blocks any more"
+    assert len(found.unlink) == 2
+    clean(pool_name)
+
+
+def test_each_block_is_verified_once(pool_name: str) -> None:
+    """By the image of the first sound context that needs it; of an orphan by a descendant's."""
+    asked: list[tuple[int, int]] = []
+
+    def note(image: memoryview, kv: Sequence[memoryview], first_block: int) -> Sequence[int]:
+        tokens = check(image, kv, first_block)
+        asked.append((len(tokens), first_block))
+        return tokens
+
+    made = family(pool_name)
+    scan(pool_name, check=note)
+    assert asked == [(130, 0), (200, 2), (210, 3)]
+    shm.unlink(made[0][0].image)
+    asked.clear()
+    scan(pool_name, check=note)
+    assert asked == [(200, 0), (210, 3)]
+    shm.unlink(made[1][0].image)
+    asked.clear()
+    scan(pool_name, check=note)
+    assert asked == [(210, 0)]
+    clean(pool_name)
+
+
+def test_a_descendant_that_does_not_verify_keeps_no_blocks(pool_name: str) -> None:
+    made = family(pool_name)
+    shm.unlink(made[1][0].image)
+    with path(made[2][0].image).open("r+b") as f:
+        f.seek(made[2][0].image_bytes - layout.image_bytes(GEOMETRY, 210))
+        f.write(bytes(4))
+    found = scan(pool_name)
+    assert [s.ref for s in found.sound] == [made[0][0]]
+    assert found.orphans == ()
+    assert sorted(found.unlink) == sorted(n for n in (made[1][0].kv, made[2][0].image) if n is not None)
+    clean(pool_name)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kv": "/gp-00000000-0000000000aa-k1"},
+        {"kv": None},
+        {"kv": "../../etc/passwd"},
+        {"kv_bytes": 4096},
+        {"id": CHILD},
+    ],
+)
+def test_an_ancestor_under_a_strange_name_is_none(pool_name: str, changes: dict[str, object]) -> None:
+    """Nothing is opened, adopted or unlinked on the word of an envelope alone."""
+    ref, envelope = context(pool_name, PARENT, 130)
+    publish(pool_name, ref, envelope)
+    wrong = msgspec.structs.replace(ref, **changes)
+    child, its = context(pool_name, GRANDCHILD, 140, chain=(wrong,))
+    publish(pool_name, child, its)
+    found = scan(pool_name)
+    assert [s.ref for s in found.sound] == [ref]
+    assert found.unlink == [child.image]
     clean(pool_name)
 
 
@@ -410,12 +524,16 @@ def test_two_attempts_of_one_context_are_one(pool_name: str) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give an object to another user")
-def test_another_users_object_is_not_adopted(pool_name: str) -> None:
+def test_another_users_object_is_neither_adopted_nor_removed(pool_name: str) -> None:
+    """Two users may each run a pool of the same name."""
     ref, envelope = context(pool_name, PARENT, 60)
     publish(pool_name, ref, envelope)
     os.chown(path(ref.image), 65534, -1)
     found = scan(pool_name)
-    assert [(r.name, r.reason) for r in found.residue] == [(ref.image, f"{ref.image} belongs to user 65534")]
+    assert not found.sound and not found.residue and not shm.list_objects(pool_name)
+    with pytest.raises(ImageDamaged, match="belongs to user 65534"):
+        shm.Mapping(ref.image)
+    os.chown(path(ref.image), os.geteuid(), -1)
     clean(pool_name)
 
 
@@ -428,6 +546,6 @@ def test_a_kv_object_alone_goes(pool_name: str) -> None:
 def test_other_pools_are_not_seen(new_pool_name: Callable[[], str]) -> None:
     mine, other = new_pool_name(), new_pool_name()
     publish(mine, *context(mine, PARENT, 60))
-    assert scan(other) == shm.Scan((), ())
+    assert scan(other) == shm.Scan((), (), ())
     assert shm.list_objects(other) == []
     clean(mine)

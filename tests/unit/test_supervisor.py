@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,10 +21,11 @@ import msgspec
 import psutil
 import pytest
 
+from geist_pool import restarts
 from geist_pool.client import Client
-from geist_pool.config import PoolConfig
+from geist_pool.config import PoolConfig, store_key
 from geist_pool.cores import Cores, assign, find_cores, read_quota
-from geist_pool.errors import ConfigError, Internal, ModelError
+from geist_pool.errors import ConfigError, Internal, ModelError, NameTaken, PoolLost
 from geist_pool.prepare import Facts
 from geist_pool.store import shm
 from geist_pool.store.names import object_name
@@ -62,6 +65,7 @@ def pool_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
     """Makes configurations whose sockets, cache and name are this test's own; afterwards nothing of them may be left."""
     (tmp_path / "run").mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data-home"))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(STUBS), *filter(None, sys.path)]))
     model = tmp_path / "model.gguf"
     model.write_bytes(b"GGUF")
@@ -72,7 +76,7 @@ def pool_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
         return PoolConfig(**{**fields, **changes})
 
     yield make
-    assert shm.list_objects(name) == []
+    assert shm.list_objects(store_key(name)) == []
     assert [p.name for p in (tmp_path / "run" / "geist-pool").iterdir() if p.suffix == ".ipc"] == []
     assert not [c for c in psutil.Process().children(recursive=True) if c.status() != psutil.STATUS_ZOMBIE]
 
@@ -82,7 +86,7 @@ def supervisor(config: PoolConfig) -> Supervisor:
 
 
 def put_object(pool: str) -> str:
-    name = object_name(pool, "0123456789ab", "i")
+    name = object_name(store_key(pool), "0123456789ab", "i")
     with shm.Writer(name, 4096) as writer:
         writer.keep()
     return name
@@ -140,17 +144,90 @@ def test_children_that_ignore_the_request_are_killed(pool_config: Callable[..., 
 def test_second_pool_of_a_name_is_refused_and_names_the_first(pool_config: Callable[..., PoolConfig]) -> None:
     with supervisor(pool_config()) as pool:
         kept = put_object(pool.config.name)
-        with pytest.raises(ConfigError, match=rf"running already \(process {os.getpid()}\)"), supervisor(pool_config()):
+        with pytest.raises(NameTaken, match=rf"running already \(process {os.getpid()}\)"), supervisor(pool_config()):
             raise AssertionError("unreachable")
-        assert [f.name for f in shm.list_objects(pool.config.name)] == [kept]  # the refused one touched nothing
+        assert [f.name for f in shm.list_objects(store_key(pool.config.name))] == [kept]  # the refused one touched nothing
         with Client(pool.config.address) as client:
             assert client.stats().workers == 2
 
 
 def test_child_that_crashes_at_the_start_is_an_error(pool_config: Callable[..., PoolConfig]) -> None:
-    for fault, who in (("w1:crash", "w1"), ("broker:crash", "broker")):
-        with pytest.raises(Internal, match=f"{who} ended with exit code 3"), supervisor(pool_config(faults=(fault,))):
+    for fault, words in (
+        ("w1:crash", "w1 ended with exit code 3, 3 times in a row,"),
+        ("broker:crash", "broker ended with exit code 3 before"),
+    ):
+        with pytest.raises(Internal, match=words), supervisor(pool_config(faults=(fault,))):
             raise AssertionError("unreachable")
+
+
+def test_worker_that_crashes_once_at_the_start_gets_another_life(pool_config: Callable[..., PoolConfig]) -> None:
+    with supervisor(pool_config(faults=("w1.0:crash",))) as pool:
+        assert set(pool.pids) == {"broker", "w0", "w1"}
+        assert dict(pool.deaths) == {"w1": 1} and pool.restarts == 1
+
+
+def test_gives_up_when_nothing_lives_any_more(
+    pool_config: Callable[..., PoolConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool was ready; then every worker dies at once, again and again."""
+    monkeypatch.setattr(restarts, "PAUSE_MOST_S", 0.05)
+    trap = tmp_path / "trap"
+    with pytest.raises(PoolLost, match="every worker died"), supervisor(pool_config(faults=(f"crash-if={trap}",))) as pool:
+        pids = pool.pids
+        trap.touch()
+        for name in ("w0", "w1"):
+            os.kill(pids[name], signal.SIGKILL)
+        pool.wait()
+    assert all(gone(pid) for pid in pids.values())
+
+
+def test_hanging_broker_is_killed_and_comes_back(pool_config: Callable[..., PoolConfig]) -> None:
+    with supervisor(pool_config(worker_timeout_s=0.5)) as pool:
+        before = pool.pids
+        with Client(pool.config.address) as client:
+            for _ in range(3):  # time for the watchdog to have had an answer
+                client.stats()
+                time.sleep(0.3)
+        os.kill(before["broker"], signal.SIGSTOP)
+        until(lambda: len(pool.pids) == 3 and pool.pids["broker"] != before["broker"])
+        with Client(pool.config.address, connect_timeout=10) as client:
+            until(lambda: client.stats().workers == 2)
+
+
+def test_hanging_broker_does_not_keep_the_pool_from_stopping(pool_config: Callable[..., PoolConfig]) -> None:
+    with supervisor(pool_config(stop_timeout_s=0.3)) as pool:
+        pids = pool.pids
+        os.kill(pids["broker"], signal.SIGSTOP)
+        os.kill(pids["w0"], signal.SIGSTOP)
+    assert all(gone(pid) for pid in pids.values())
+
+
+def test_ready_file_holds_address_and_pid_while_the_pool_is_ready(pool_config: Callable[..., PoolConfig], tmp_path: Path) -> None:
+    file = tmp_path / "ready.json"
+    file.write_text("of a pool that was killed")
+    with supervisor(pool_config(ready_file=str(file), metrics="127.0.0.1:0")) as pool:
+        found = msgspec.json.decode(file.read_bytes())
+        assert found == {
+            "pid": os.getpid(),
+            "name": pool.config.name,
+            "address": pool.config.address,
+            "metrics": pool.metrics_address,
+        }
+        assert b"geist_pool_up 1.0" in urllib.request.urlopen(f"http://{pool.metrics_address}/metrics", timeout=10).read()
+    assert not file.exists()
+    with pytest.raises(Internal), supervisor(pool_config(ready_file=str(file), faults=("broker:crash",))):
+        raise AssertionError("unreachable")
+    assert not file.exists()
+
+
+def test_directory_of_saved_contexts_is_made_and_private(pool_config: Callable[..., PoolConfig], tmp_path: Path) -> None:
+    saved = tmp_path / "data" / "saved"
+    with supervisor(pool_config(saved_dir=str(saved))):
+        assert saved.stat().st_mode & 0o777 == 0o700
+    saved.chmod(0o755)
+    with pytest.raises(ConfigError, match="open to other users") as caught, supervisor(pool_config(saved_dir=str(saved))):
+        raise AssertionError("unreachable")
+    assert caught.value.path == "saved_dir"
 
 
 def test_worker_that_says_nothing_is_an_error_at_the_deadline(pool_config: Callable[..., PoolConfig]) -> None:
@@ -173,14 +250,14 @@ def test_missing_model_and_engine_errors_arrive_as_they_are(pool_config: Callabl
 def test_kept_contexts_stay(pool_config: Callable[..., PoolConfig]) -> None:
     with supervisor(pool_config(keep_contexts=True)) as pool:
         name = put_object(pool.config.name)
-    assert [f.name for f in shm.list_objects(pool.config.name)] == [name]
+    assert [f.name for f in shm.list_objects(store_key(pool.config.name))] == [name]
     assert shm.unlink(name)
 
 
 SCRIPT = """
 import sys, msgspec, test_supervisor as t
 from geist_pool.config import PoolConfig
-from geist_pool.supervisor import signals_interrupt
+from geist_pool.signals import signals_interrupt
 try:
     with signals_interrupt(), t.supervisor(msgspec.json.decode(sys.argv[1], type=PoolConfig)) as pool:
         print(*pool.pids.values(), flush=True)
@@ -263,3 +340,78 @@ def test_quota_is_the_tightest_on_the_way_up(tmp_path: Path) -> None:
     (old / "cpu.cfs_period_us").write_text("100000\n")
     (tmp_path / "proc").write_text("4:memory:/x\n1:cpu:/x\n0::/\n")
     assert read_quota(tmp_path / "proc", tmp_path / "old") == 2.0
+
+
+@pytest.mark.parametrize("what", ["file", "listener", "tcp"])
+def test_an_address_that_is_anothers_is_refused_and_left_alone(
+    pool_config: Callable[..., PoolConfig], tmp_path: Path, what: str
+) -> None:
+    path = tmp_path / "its.ipc"
+    address = f"ipc://{path}"
+    with socket.socket(socket.AF_INET if what == "tcp" else socket.AF_UNIX) as other:
+        if what == "file":
+            path.write_text("precious")
+        elif what == "tcp":
+            other.bind(("127.0.0.1", 0))
+            address = f"tcp://127.0.0.1:{other.getsockname()[1]}"
+        else:
+            other.bind(str(path))
+        if what != "file":
+            other.listen()
+        with pytest.raises(ConfigError) as caught, supervisor(pool_config(address=address)):
+            raise AssertionError("unreachable")
+        assert caught.value.path == "address"
+        if what == "file":
+            assert path.read_text() == "precious"
+        elif what == "listener":
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(str(path))
+
+
+def test_another_pool_at_the_address_is_not_taken_for_this_one(
+    pool_config: Callable[..., PoolConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes between the look at the address and the broker's own, so that only its name tells."""
+    with supervisor(pool_config()) as first:
+        monkeypatch.setattr("geist_pool.supervisor.refuse_taken", lambda _: None)
+        config = pool_config(name="other", address=first.config.address, faults=("broker:silent",), ready_timeout_s=1.0)
+        with pytest.raises(Internal, match="0 of 2 workers"), supervisor(config):
+            raise AssertionError("unreachable")
+        with Client(first.config.address) as client:  # its socket is still there
+            assert client.info().pool == first.config.name
+
+
+def test_files_of_the_working_directory_are_not_imported(
+    pool_config: Callable[..., PoolConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "zmq.py").write_text("raise SystemExit(9)")
+    monkeypatch.chdir(tmp_path)
+    with supervisor(pool_config()) as pool:
+        assert len(pool.pids) == 3
+
+
+def test_pools_of_one_name_in_two_directories_share_nothing(
+    pool_config: Callable[..., PoolConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with supervisor(pool_config()) as first:
+        kept = put_object(first.config.name)
+        (tmp_path / "run2").mkdir(mode=0o700)
+        with monkeypatch.context() as patch:
+            patch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run2"))
+            with supervisor(pool_config()) as second:
+                own = put_object(second.config.name)
+                assert own != kept
+            assert shm.list_objects(store_key(first.config.name)) == []
+        assert [f.name for f in shm.list_objects(store_key(first.config.name))] == [kept]
+
+
+def test_a_link_to_the_directory_is_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock is the same file, so the objects must be the same too."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    keys = set()
+    for directory in ("real", "link", "real/../link"):
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / directory))
+        keys.add(store_key("p"))
+    assert len(keys) == 1
+    assert store_key("q") not in keys

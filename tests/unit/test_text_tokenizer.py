@@ -7,6 +7,7 @@ Tolerance: none. The fixtures hold ids made with the tiny models' own tokenizer 
 from __future__ import annotations
 
 import json
+import threading
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
@@ -173,16 +174,34 @@ def test_join() -> None:
     assert tokenizer.join(tokenizer.encode("<|im_", special=False), "end|>", special=True) == "split"
 
 
-@given(left=st.text("he l1 2\n", max_size=6), right=st.text("he l1 2\n", min_size=1, max_size=6))
-def test_join_is_what_encoding_both_ways_says(left: str, right: str) -> None:
-    tokenizer = _JOIN
+def _joining(pre: str) -> Tokenizer:
+    """One that would put white space and line ends together with anything, if its pre-tokenizer let it."""
+    small = _small(pre)
+    pairs = [(left, right) for left in ("h", "1", ".", "'", "Ċ", "Ġ") for right in ("Ċ", "Ġ", "č", "ĉ", "h", ".")]
+    pairs = [(left, right) for left, right in pairs if left + right not in small.tokens]
+    return Tokenizer(
+        msgspec.structs.replace(
+            small,
+            tokens=(*small.tokens, *(left + right for left, right in pairs)),
+            types=(*small.types, *[1] * len(pairs)),
+            merges=(*small.merges, *(f"{left} {right}" for left, right in pairs)),
+        )
+    )
+
+
+_JOINS = {pre: _joining(pre) for pre in ("gpt2", "smollm", "llama-bpe", "qwen2", "qwen35")}
+_JOINED = st.text("he l1 2\n\r\t.'é\xa0", min_size=1, max_size=6)
+
+
+@pytest.mark.parametrize("pre", _JOINS)
+@given(left=_JOINED, right=_JOINED)
+def test_join_is_what_encoding_both_ways_says(pre: str, left: str, right: str) -> None:
+    tokenizer = _JOINS[pre]
     ids = tokenizer.encode(left, special=False)
-    apart = ids + tokenizer.encode(right, special=False)
+    right_ids = tokenizer.encode(right, special=False)
     together = tokenizer.encode(left + right, special=False)
-    assert (tokenizer.join(ids, right) == "split") == (together != apart)
-
-
-_JOIN = Tokenizer(_small())
+    assert (tokenizer.join(ids, right) == "split") == (together != ids + right_ids)
+    assert tokenizer.join(ids, right, right_ids) == tokenizer.join(ids, right)
 
 
 def test_normalize_spells_text_as_the_ids_do(vocabulary_of: VocabularyOf, llama: Tokenizer) -> None:
@@ -229,3 +248,23 @@ def test_smollm2_ids_equal_llama_cpps(smollm2_vocabulary: Vocabulary) -> None:
     assert wrong == []
     for case in cases:
         assert tokenizer.decode_bytes(case["ids"], special=True) == case["text"].encode("utf-8")
+
+
+def test_others_run_while_a_long_text_is_tokenised(llama: Tokenizer) -> None:
+    """The broker answers health in the same process. Counted are wake-ups of this thread, not times: with the interpreter's lock
+    held for the whole text there is none."""
+    begun, done = threading.Event(), threading.Event()
+
+    def encode() -> None:
+        begun.set()
+        llama.encode("the quick brown fox " * 50_000, special=False)
+        done.set()
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    begun.wait()
+    wakes = 0
+    while not done.wait(0.001):
+        wakes += 1
+    thread.join()
+    assert wakes >= 20

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import msgspec
 import pytest
 
 from geist_pool.errors import ImageDamaged, ImageMismatch
@@ -22,10 +23,12 @@ FINGERPRINT = "cd" * 32
 IDS = ("0000000000aa", "0000000000bb", "0000000000cc")
 
 
-def publish(pool: str, id: str, n_tokens: int, parent: ContextRef | None) -> ContextRef:
+def publish(pool: str, id: str, n_tokens: int, chain: Chain) -> ContextRef:
+    parent = chain[-1] if chain else None
     first = parent.n_tokens // 64 if parent else 0
     n_blocks = n_tokens // 64 - first
     envelope = Envelope(id, None, "default", parent.id if parent else None, 0.0, None, False, n_tokens, first, n_blocks)
+    envelope = msgspec.structs.replace(envelope, chain=chain)
     ref = ContextRef(
         id=id,
         image=names.image_name(pool, id),
@@ -47,7 +50,7 @@ def chain(pool_name: str) -> Iterator[Chain]:
     """130, 150 and 200 tokens: two blocks, none and one of their own."""
     refs: list[ContextRef] = []
     for id, n in zip(IDS, (130, 150, 200), strict=True):
-        refs.append(publish(pool_name, id, n, refs[-1] if refs else None))
+        refs.append(publish(pool_name, id, n, tuple(refs)))
     yield tuple(refs)
     for found in shm.list_objects(pool_name):
         shm.unlink(found.name)

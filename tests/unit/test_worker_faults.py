@@ -7,10 +7,13 @@ Reason: the tests of dying workers stand on these.
 from __future__ import annotations
 
 import os
+import re
 import signal
+from pathlib import Path
 
 import pytest
 
+from geist_pool.errors import Internal
 from geist_pool.worker import faults
 from geist_pool.worker.faults import POINTS, Faults
 
@@ -46,6 +49,24 @@ def test_the_count_is_exact(signals: list[int]) -> None:
     table("attach")
     table("attach")
     assert signals == [signal.SIGKILL, signal.SIGSTOP]
+
+
+def test_fail_raises_once() -> None:
+    table = Faults(("fail-save=2",))
+    table("save")
+    table("load")
+    with pytest.raises(Internal, match="save"):
+        table("save")
+    table("save")
+
+
+def test_every_point_is_passed_somewhere() -> None:
+    """The table and the code agree: each point is named once in the worker's source, and no other is."""
+    sources = [path.read_text() for path in Path(faults.__file__).parent.glob("*.py")]
+    passed = [point for text in sources for point in re.findall(r'faults\("([a-z]+)"\)', text)]
+    assert set(passed) == set(POINTS)
+    with pytest.raises(AssertionError):
+        Faults()("nowhere")
 
 
 def test_slow_is_every_time(monkeypatch: pytest.MonkeyPatch) -> None:

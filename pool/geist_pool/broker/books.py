@@ -6,29 +6,47 @@ path can forget to.
 
 from __future__ import annotations
 
-from collections import deque
-from typing import Protocol
+import heapq
+from collections import Counter, deque
+from collections.abc import Mapping
+from typing import Final, Protocol
 
 from msgspec import Struct
 
+from geist_pool.broker import replies
 from geist_pool.broker.directory import Directory
 from geist_pool.broker.entries import Entry
 from geist_pool.broker.events import Action, Log, Route, SendReply, SendWorker, Unlink
 from geist_pool.broker.fleet import Fleet
-from geist_pool.broker.jobs import HELD_BY_WORKER, TRANSITIONS, Job, JobState, Lines, Ticket
+from geist_pool.broker.jobs import HELD_BY_WORKER, NOT_QUEUED, TRANSITIONS, Job, JobState, Lines, Ticket
 from geist_pool.broker.placement import Queue
-from geist_pool.broker.replies import failed
+from geist_pool.broker.remembered import Remembered, RepeatKey
+from geist_pool.broker.room import Quota
 from geist_pool.broker.stats import Counters
+from geist_pool.broker.story import Chapter, Kind, Story, request_name
 from geist_pool.errors import GeistPoolError
-from geist_pool.protocol import ContextCreate, ErrorBody, Hello, Reply
+from geist_pool.protocol import (
+    ContextCreate,
+    ContextDrop,
+    ContextLoad,
+    ContextSave,
+    ErrorBody,
+    Generate,
+    Hello,
+    Reply,
+    Score,
+)
 
-STORY_LENGTH = 10_000
+STORY_LENGTH: Final = 10_000
+REMEMBERED: Final = (ContextCreate, ContextDrop, ContextSave, ContextLoad, Generate, Score)
+"""Requests whose answer is given again when they are repeated; the others are answered anew, as things are now."""
 
 
 class MachineConfig(Struct, frozen=True, kw_only=True):
     """What the machine knows from the start. Bytes and seconds."""
 
-    pool: str
+    pool: str  # its name
+    store: str  # under which its objects are kept, `config.store_key`
     version: str
     model: str  # as clients see it
     n_vocab: int
@@ -43,20 +61,16 @@ class MachineConfig(Struct, frozen=True, kw_only=True):
     max_attempts: int = 2  # workers that may die under one job
     reserve_timeout_s: float = 30.0  # how long a create waits for memory that workers are asked to unmap
     keep_contexts: bool = False
+    saved_dir: str = ""  # of saved contexts; "": nothing can be saved
+    spaces: Mapping[str, Quota] = {}  # limits of single spaces
+    token_bytes: int = 64  # of the vocabulary's longest token
+    remember_s: float = 60.0  # how long answers are remembered, and how many, and how many bytes of them
+    remember_replies: int = 1024
+    remember_bytes: int = 32 << 20
 
 
 class Random(Protocol):
     def getrandbits(self, k: int, /) -> int: ...
-
-
-class Chapter(Struct, frozen=True):
-    """One transition, for the story of a key."""
-
-    at: float
-    key: str
-    before: str
-    after: str
-    why: str
 
 
 class Books:
@@ -65,7 +79,7 @@ class Books:
         self.random = random
         self.now = 0.0
         self.out: list[Action] = []
-        self.directory = Directory(config.pool, config.memory, self._emit)
+        self.directory = Directory(config.store, config.memory, self._emit, config.spaces)
         self.fleet = Fleet()
         self.queue = Queue()
         self.lines = Lines()
@@ -78,7 +92,13 @@ class Books:
         self.first: Hello | None = None  # of the first worker: what model this is
         self.adopted = False  # shared memory has been looked through
         self.stopping = False
-        self._story: deque[Chapter] = deque(maxlen=STORY_LENGTH)
+        self.bindings_kept = 0.0  # when they were last written down
+        self.queued: Counter[str] = Counter()  # jobs that no worker holds yet, by space
+        self.remembered = Remembered(seconds=config.remember_s, replies=config.remember_replies, n_bytes=config.remember_bytes)
+        self.repeats: dict[RepeatKey, Ticket] = {}  # live ones that may be asked for again, by what is asked
+        self.story = Story(STORY_LENGTH)
+        self._deadlines: list[tuple[float, int, Ticket]] = []  # a heap
+        self._n_deadlines = 0
         self._n_jobs = 0
 
     @property
@@ -92,7 +112,8 @@ class Books:
         return len(self.jobs) - self.fleet.n_running
 
     def _emit(self, action: Unlink | SendWorker) -> None:
-        self.out.append(action)
+        if not self.stopping or isinstance(action, Unlink):  # workers that have been told to end need not be told to unmap
+            self.out.append(action)
 
     def log(self, event: str, **fields: str | int | float | None) -> None:
         self.out.append(Log(event, fields))
@@ -107,6 +128,30 @@ class Books:
     def open_ticket(self, ticket: Ticket) -> None:
         self.tickets[ticket.key] = ticket
         self.by_peer.setdefault(ticket.peer, {})[ticket.request_id] = ticket
+        if ticket.digest and isinstance(ticket.request, REMEMBERED):
+            self.repeats[ticket.repeat_key] = ticket
+        if ticket.deadline is not None:
+            self._n_deadlines += 1  # keeps tickets out of the comparison
+            heapq.heappush(self._deadlines, (ticket.deadline, self._n_deadlines, ticket))
+        self.tell("request", request_name(ticket.request_id), "", "received", space=ticket.request.space, job=ticket.job)
+
+    def next_deadline(self) -> float | None:
+        """The earliest deadline that has not been seen to, if there is one."""
+        while self._deadlines:
+            when, _, ticket = self._deadlines[0]
+            if ticket.deadline == when and self.tickets.get(ticket.key) is ticket:
+                return when
+            heapq.heappop(self._deadlines)
+        return None
+
+    def late_tickets(self) -> list[Ticket]:
+        """Those whose deadline has passed; each is given once."""
+        late: list[Ticket] = []
+        while (when := self.next_deadline()) is not None and when <= self.now:
+            ticket = heapq.heappop(self._deadlines)[2]
+            ticket.deadline = None
+            late.append(ticket)
+        return late
 
     def end_ticket(self, ticket: Ticket, reply: Reply | None) -> None:
         """The one place where a request ends: with its final reply, or with None because its client is gone."""
@@ -115,12 +160,27 @@ class Books:
         del of_peer[ticket.request_id]
         if not of_peer:
             del self.by_peer[ticket.peer]
-        self.jobs[ticket.job].tickets.remove(ticket)
+        job = self.jobs[ticket.job]
+        job.tickets.remove(ticket)
+        repeatable = self.repeats.get(ticket.repeat_key) is ticket
+        if repeatable:
+            del self.repeats[ticket.repeat_key]
+            for other in job.tickets:
+                if other.repeat_key == ticket.repeat_key:
+                    self.repeats[ticket.repeat_key] = other
+        why = "gone" if reply is None else "ok" if reply.error is None else reply.error.code
+        self.tell("request", request_name(ticket.request_id), "received", "ended", why, space=job.space, job=job.key)
         if reply is None:
             self.counters.gone_silently += 1
             return
         assert reply.final
+        if repeatable and reply.ok:
+            self.remembered.keep(ticket.repeat_key, reply, self.now)
         self.reply(ticket.route, ticket.request_id, reply, json=ticket.json)
+
+    def fail_ticket(self, ticket: Ticket, error: GeistPoolError | ErrorBody) -> None:
+        """Ends the request with the error, or with what there is of its answer."""
+        self.end_ticket(ticket, replies.last_word(self.jobs[ticket.job], ticket, error, self.now))
 
     # ---- jobs
 
@@ -133,20 +193,32 @@ class Books:
             pass
         return context
 
-    def tell(self, key: str, before: str, after: str, why: str) -> None:
-        self._story.append(Chapter(self.now, key, before, after, why))
-
-    def story(self, key: str) -> list[Chapter]:
-        """The remembered transitions of one job, worker or context, oldest first."""
-        return [c for c in self._story if c.key == key]
+    def tell(
+        self,
+        kind: Kind,
+        key: str,
+        before: str,
+        after: str,
+        why: str = "",
+        *,
+        space: str | None = None,
+        job: str | None = None,
+        context: str | None = None,
+        worker: str | None = None,
+    ) -> None:
+        self.story.tell(Chapter(self.now, kind, key, before, after, why, space, job, context, worker))
 
     def move(self, job: Job, to: JobState, why: str = "") -> None:
         """Leaves one state and enters another; what the new state is about (`worker`, `base`, ...) is set before."""
         before = job.state
         if to not in TRANSITIONS[before]:
-            raise AssertionError(f"job {job.key} cannot go from {before} to {to} ({why}): {self.story(job.key)}")
-        self.tell(job.key, before, to, why)
-        if job.in_line and to not in ("text", "held"):
+            raise AssertionError(f"job {job.key} cannot go from {before} to {to} ({why}): {self.story.of(job.key)}")
+        worker = job.worker if to == "assigned" or before in HELD_BY_WORKER else None
+        context = job.entry or job.base
+        self.tell(
+            "job", job.key, before, to, why, space=job.space, worker=worker, context=None if context is None else context.id
+        )
+        if job.in_line and to not in ("text", "file", "held"):
             job.in_line = False
             self.lines.leave(job.peer, job.key)
         if before == "reserving":
@@ -154,15 +226,22 @@ class Books:
         elif before == "waiting" and job.key in self.queue:  # placement has taken out the one it assigns
             self.queue.remove(job.key)
         elif before in HELD_BY_WORKER and to not in HELD_BY_WORKER:
-            worker = self.fleet.get(job.worker or "")
-            if worker is not None:
-                worker.running.discard(job.key)
+            held_by = self.fleet.get(job.worker or "")
+            if held_by is not None:
+                held_by.running.discard(job.key)
+        if (before in NOT_QUEUED) != (to in NOT_QUEUED):
+            self._queue_up(job.space, 1 if before in NOT_QUEUED else -1)
         job.state = to
         if to == "reserving":
             job.reserving_since = self.now
             self.reserving.append(job.key)
         elif to == "ended":
             self._let_go(job)
+
+    def _queue_up(self, space: str, n: int) -> None:
+        self.queued[space] += n
+        if not self.queued[space]:
+            del self.queued[space]
 
     def _let_go(self, job: Job) -> None:
         del self.jobs[job.key]
@@ -179,7 +258,16 @@ class Books:
         self.move(job, "ended", why)
 
     def fail_job(self, job: Job, error: GeistPoolError | ErrorBody) -> None:
-        self.end_job(job, failed(error), error.code)
+        """Ends the job and everyone who still waits for it with the error, or with what there is of the answer."""
+        for ticket in tuple(job.tickets):
+            self.fail_ticket(ticket, error)
+        self.move(job, "ended", error.code)
+
+    def give_up_grant(self, job: Job) -> None:
+        """What was to be made is not made, or not like that."""
+        if job.entry is not None and job.entry.state == "granted":
+            self.directory.abandon(job.entry)
+        job.entry = job.grant = job.more = None
 
     def lease(self, job: Job, base: Entry) -> None:
         """The job continues this context and holds it until it ends."""
@@ -201,6 +289,13 @@ class Books:
         """AssertionError on any contradiction between the collections."""
         self.directory.validate(self.jobs)
         self.queue.validate()
+        self.remembered.validate()
+        waiting = Counter(j.space for j in self.jobs.values() if j.state not in NOT_QUEUED)
+        assert waiting == self.queued and waiting.total() == self.n_queued
+        for repeat, ticket in self.repeats.items():
+            assert self.tickets.get(ticket.key) is ticket and ticket.repeat_key == repeat
+        timed = {id(ticket) for when, _, ticket in self._deadlines if ticket.deadline == when}
+        assert all(t.deadline is None or id(t) in timed for t in self.tickets.values()), "a deadline is not watched"
         for address, ticket in self.tickets.items():
             assert address == ticket.key and self.by_peer[ticket.peer][ticket.request_id] is ticket
             assert ticket in self.jobs[ticket.job].tickets, f"ticket {address} waits for nothing"
@@ -238,7 +333,7 @@ class Books:
         assert (job.cancel is not None) == (state == "cancelling")
         assert job.base is None or key in job.base.leases
         assert job.deaths < self.config.max_attempts
-        if isinstance(job.request, ContextCreate):
-            assert (job.entry is not None) == (state in ("waiting", *HELD_BY_WORKER))
-        else:
-            assert len(job.tickets) <= 1
+        has_grant = job.makes_context and state in ("waiting", *HELD_BY_WORKER)
+        assert (job.entry is not None) == has_grant, f"job {key} is {state} and its grant is {job.entry}"
+        assert state != "reserving" or job.makes_context
+        assert job.answer is None or (isinstance(job.request, Generate) and job.makes_context)

@@ -7,29 +7,53 @@ that it unmapped it, or is dead. What is granted is never more than the limit. O
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Literal
 
+import msgspec
+
+from geist_pool.broker import directory_checks, grants
 from geist_pool.broker.content import ContentIndex, pack_ids
-from geist_pool.broker.entries import Entry, Piece
+from geist_pool.broker.entries import Entry, More, Piece
 from geist_pool.broker.events import AdoptedContext, SendWorker, Unlink
-from geist_pool.errors import StoreFull
-from geist_pool.protocol import Chain, ContextRef, Envelope, Forget, Geometry, Grant, Mismatch
-from geist_pool.store import layout, names
+from geist_pool.broker.room import Ledger, Quota, can_free
+from geist_pool.broker.text_types import TemplateArgs
+from geist_pool.protocol import Chain, ContextRef, Envelope, Forget, Geometry, Grant, Message, Mismatch
+from geist_pool.store import names
 
 Emit = Callable[[Unlink | SendWorker], None]
+Cause = Literal["room", "ttl", "dropped", "damaged"]
 
 
 class Directory:
-    def __init__(self, pool: str, limit: int, emit: Emit) -> None:
-        """limit: bytes of shared memory that contexts may take."""
+    def __init__(self, pool: str, limit: int, emit: Emit, quotas: Mapping[str, Quota] | None = None) -> None:
+        """limit: bytes of shared memory that contexts may take. quotas: by space."""
         self.pool = pool
-        self.limit = limit
-        self.used = 0
-        self.evictions = 0
+        self.ledger = Ledger(limit, quotas or {})
+        self.removed: Counter[str] = Counter()  # contexts by cause: room, ttl, dropped, damaged
+        self.rebound = False  # names, pins or times to live are not as they were when that was last written down
         self._emit = emit
         self._entries: dict[str, Entry] = {}
         self._content: dict[str, ContentIndex] = {}  # by space
         self._names: dict[tuple[str, str], Entry] = {}  # by space and name
+        self._sealed: dict[str, Entry] = {}  # findable ones, the longest unused first
+        self._granted: set[str] = set()
+        self._expiring: list[tuple[float, str]] = []  # a heap; what is no longer true of an entry is passed over
+
+    @property
+    def limit(self) -> int:
+        return self.ledger.limit
+
+    @property
+    def used(self) -> int:
+        """Bytes granted, named or mapped."""
+        return self.ledger.used
+
+    @property
+    def evictions(self) -> int:
+        return self.removed["room"]
 
     # ---- finding
 
@@ -66,91 +90,77 @@ class Directory:
         return found, Mismatch(context=nearest[0], position=nearest[1])
 
     def chain(self, leaf: Entry) -> Chain:
-        """References from the root down to `leaf`."""
-        refs: list[ContextRef] = []
-        entry: Entry | None = leaf
-        while entry is not None:
-            refs.append(entry.ref())
-            entry = entry.parent
-        return tuple(reversed(refs))
+        """References from the root down to `leaf`, which is not being made any more."""
+        if leaf.chain is None:
+            leaf.chain = (leaf.ref(),) if leaf.parent is None else (*self.chain(leaf.parent), leaf.ref())
+        return leaf.chain
 
     def sealed(self, space: str | None = None) -> list[Entry]:
         """Findable contexts, of one space or all, in order of creation."""
-        return [e for e in self._entries.values() if e.state == "sealed" and (space is None or e.space == space)]
+        found = [e for e in self._sealed.values() if space is None or e.space == space]
+        return sorted(found, key=lambda e: (e.envelope.created, e.id))
+
+    @property
+    def n_sealed(self) -> int:
+        return len(self._sealed)
+
+    def entries(self) -> Iterable[Entry]:
+        """Of any state."""
+        return self._entries.values()
 
     def granted(self) -> set[str]:
         """Ids of the contexts that are being made."""
-        return {e.id for e in self._entries.values() if e.state == "granted"}
+        return self._granted
 
     # ---- making
 
-    def plan(self, envelope: Envelope, base: Entry | None, geometry: Geometry, *, attempt: int = 1) -> Grant:
-        """The grant for a context on `base`: names and sizes, nothing reserved. Of the envelope's block figures and parent only
-        what follows from `base` and the token count is kept."""
-        first = 0 if base is None else layout.whole_blocks(base.n_tokens)
-        envelope = Envelope(
-            id=envelope.id,
-            name=envelope.name,
-            space=envelope.space,
-            parent=None if base is None else base.id,
-            created=envelope.created,
-            ttl_s=envelope.ttl_s,
-            pin=envelope.pin,
-            n_tokens=envelope.n_tokens,
-            first_block=first,
-            n_blocks=layout.whole_blocks(envelope.n_tokens) - first,
-            messages=envelope.messages,
-            template_args=envelope.template_args,
-        )
-        kv_bytes = layout.kv_object_bytes(geometry, envelope.n_blocks)
-        ref = ContextRef(
-            id=envelope.id,
-            image=names.image_name(self.pool, envelope.id, attempt),
-            image_bytes=layout.image_object_bytes(geometry, envelope.n_tokens, envelope),
-            kv=names.kv_name(self.pool, envelope.id, attempt) if kv_bytes else None,
-            kv_bytes=kv_bytes,
-            first_block=first,
-            n_blocks=envelope.n_blocks,
-            n_tokens=envelope.n_tokens,
-        )
-        return Grant(ref=ref, envelope=envelope)
+    def plan(
+        self, envelope: Envelope, base: Entry | None, geometry: Geometry, *, attempt: int = 1, more: More | None = None
+    ) -> Grant:
+        """The grant for a context on `base`: names and sizes, nothing reserved. See `grants.plan`."""
+        above = () if base is None else self.chain(base)
+        return grants.plan(self.pool, envelope, base, above, geometry, attempt=attempt, more=more)
 
-    def make_room(self, needed: int) -> bool:
-        """Evicts until `needed` bytes fit. True: they fit now; False: they will, once workers have unmapped what is gone.
+    def make_room(self, needed: int, space: str) -> bool:
+        """Evicts until one more context of `needed` bytes fits. True: it fits now; False: it will, once workers have unmapped
+        what is gone. Over the limits of its space only contexts of that space go.
 
-        Raises StoreFull, having evicted nothing, if they cannot fit.
+        Raises StoreFull, having evicted nothing, if it cannot fit.
         """
-        if needed > self.limit:
-            raise StoreFull(
-                f"the context needs {needed} bytes; the store's limit is {self.limit}",
-                needed=needed,
-                limit=self.limit,
-                used=self.used,
-                held=self.held_bytes(),
-            )
-        if self.used + needed <= self.limit:
-            return True
-        coming = self.unmapping_bytes()
-        if self.used - coming + needed > self.limit:
-            if self.used - coming - self._freeable() + needed > self.limit:
-                held = self.held_bytes()
-                raise StoreFull(
-                    f"no room for {needed} bytes: {self.used} of {self.limit} are in use, {held} of them held",
-                    needed=needed,
-                    limit=self.limit,
-                    used=self.used,
-                    held=held,
-                )
-            for entry in sorted((e for e in self._entries.values() if e.evictable), key=lambda e: e.last_used):
-                if self.used - self.unmapping_bytes() + needed <= self.limit:
-                    break
-                self._evict(entry)
-        return self.used + needed <= self.limit
+        ledger = self.ledger
+        if not ledger.possible(space, needed):
+            raise ledger.impossible(space, needed, self.held_bytes())
+        too_many = ledger.too_many_in(space)
+        if too_many <= 0 and ledger.missing_in(space, needed) <= 0 and ledger.missing(needed) <= 0:
+            return ledger.fits(space, needed)
+        of_space = [e for e in self._sealed.values() if e.evictable and e.space == space]
+        if too_many > len(of_space):
+            raise ledger.many_in(space)
+        if not can_free(ledger.missing_in(space, needed), of_space, [e for e in self._entries.values() if e.space == space]):
+            raise ledger.full_in(space, needed, self.held_bytes(space))
+        everything = [e for e in self._sealed.values() if e.evictable]
+        if not can_free(ledger.missing(needed), everything, self._entries.values()):
+            raise ledger.full(needed, self.held_bytes())
+        for entry in of_space[: max(0, too_many)]:
+            self.drop(entry, "room")
+        for entry in of_space:
+            if ledger.missing_in(space, needed) <= 0:
+                break
+            if entry.state == "sealed":
+                self.drop(entry, "room")
+        for entry in everything:
+            if ledger.missing(needed) <= 0:
+                break
+            if entry.state == "sealed":
+                self.drop(entry, "room")
+        return ledger.fits(space, needed)
 
-    def grant(self, grant: Grant, tokens: bytes, base: Entry | None) -> Entry:
-        """Reserves what `plan` gave; `make_room` must have said True."""
-        assert self.used + grant.ref.image_bytes + grant.ref.kv_bytes <= self.limit, "granted without room"
-        entry = Entry(grant.ref, grant.envelope, tokens, base, "granted")
+    def grant(self, grant: Grant, tokens: bytes, base: Entry | None, more: More | None = None) -> Entry:
+        """Reserves what `plan` gave; `make_room` must have said True. tokens: as far as they are known."""
+        envelope = grant.envelope
+        assert self.ledger.fits(envelope.space, grant.ref.image_bytes + grant.ref.kv_bytes), "granted without room"
+        entry = Entry(grant.ref, envelope, tokens, base, "granted")
+        entry.more = more
         self._insert(entry)
         return entry
 
@@ -158,26 +168,44 @@ class Directory:
         """The grant for another attempt after the worker that had the last one died; its objects are unlinked."""
         assert entry.state == "granted"
         entry.attempt += 1
-        grant = self.plan(entry.envelope, entry.parent, geometry, attempt=entry.attempt)
+        least = entry.envelope.n_tokens - (0 if entry.more is None else entry.more.tokens)
+        envelope = msgspec.structs.replace(entry.envelope, n_tokens=least)
+        grant = self.plan(envelope, entry.parent, geometry, attempt=entry.attempt, more=entry.more)
         for piece in entry.pieces:
-            self._unlink(piece)
+            self._unlink(entry, piece)
         for piece, name in zip(entry.pieces, (grant.ref.image, grant.ref.kv), strict=False):
             assert name is not None and not piece.mappers
             piece.name, piece.linked = name, True
-            self._count(piece)
+            self._count(entry, piece)
         return grant
+
+    def measure(self, entry: Entry, made: ContextRef, envelope: Envelope, tokens: bytes) -> None:
+        """What was granted with a ceiling has its true length: what was reserved beyond that is free again."""
+        assert entry.state == "granted"
+        entry.envelope, entry.tokens = envelope, tokens
+        self.ledger.resize(entry.space, entry.image, made.image_bytes)
+        if entry.kv is not None and made.kv is None:
+            entry.kv.linked = False  # it was never created
+            self._count(entry, entry.kv)
+            entry.kv = None
+        elif entry.kv is not None:
+            self.ledger.resize(entry.space, entry.kv, made.kv_bytes)
 
     def seal(self, entry: Entry, now: float) -> None:
         """The worker has finished it: findable from now on."""
         assert entry.state == "granted"
         entry.state = "sealed"
-        entry.last_used = now
+        self._granted.remove(entry.id)
         self._content.setdefault(entry.space, ContentIndex()).add(entry.tokens, entry.id)
+        self._touch(entry, now)
+        self._will_expire(entry)
 
     def abandon(self, entry: Entry) -> None:
         """The grant comes to nothing; its objects go."""
         assert entry.state == "granted"
         entry.state = "gone"
+        self._granted.remove(entry.id)
+        self.ledger.context(entry.space, -1)
         self._settle(entry)
 
     def bind(self, name: str, entry: Entry) -> None:
@@ -188,41 +216,63 @@ class Directory:
             old.names.remove(name)
         self._names[entry.space, name] = entry
         entry.names.append(name)
+        self.rebound = True
 
     def adopt(self, found: AdoptedContext) -> Entry | None:
-        """Takes in a context that was found whole; None (and nothing changed) if its parent is not here or its tokens are."""
-        parent_id = found.envelope.parent
-        parent = None if parent_id is None else self._entries.get(parent_id)
-        tokens = pack_ids(found.tokens)
-        if found.envelope.id in self._entries or (parent is None and parent_id is not None):
+        """Takes in a context that was found whole, and with it the blocks of ancestors that are not there themselves; None (and
+        nothing changed) if its id or its tokens are here already. Names are not bound: see `bindings.restore`."""
+        envelope = found.envelope
+        if envelope.id in self._entries or self.exact(envelope.space, tokens := pack_ids(found.tokens)) is not None:
             return None
-        if self.exact(found.envelope.space, tokens) is not None:
-            return None
-        entry = Entry(found.ref, found.envelope, tokens, parent, "granted")
+        parent: Entry | None = None
+        for i, ref in enumerate(envelope.chain):
+            known = self._entries.get(ref.id)
+            parent = self._adopt_blocks(found, ref, parent, envelope.chain[:i]) if known is None else known
+        entry = Entry(found.ref, envelope, tokens, parent, "granted")
         parsed = names.parse_name(found.ref.image)
         entry.attempt = 1 if parsed is None else parsed.attempt
         self._insert(entry)
-        self.seal(entry, found.envelope.created)
-        if found.envelope.name is not None:
-            bound = self._names.get((entry.space, found.envelope.name))
-            if bound is None or bound.envelope.created <= entry.envelope.created:
-                self.bind(found.envelope.name, entry)
+        self.seal(entry, envelope.created)
+        return entry
+
+    def _adopt_blocks(self, found: AdoptedContext, ref: ContextRef, parent: Entry | None, above: Chain) -> Entry:
+        """An ancestor whose image is gone: it is not findable, its blocks stay until the last descendant goes."""
+        envelope = Envelope(
+            id=ref.id,
+            name=None,
+            space=found.envelope.space,
+            parent=None if parent is None else parent.id,
+            created=found.envelope.created,
+            ttl_s=None,
+            pin=False,
+            n_tokens=ref.n_tokens,
+            first_block=ref.first_block,
+            n_blocks=ref.n_blocks,
+            chain=above,
+        )
+        entry = Entry(ref, envelope, pack_ids(found.tokens[: ref.n_tokens]), parent, "granted")
+        entry.image.linked = False
+        self._insert(entry)
+        entry.state = "gone"
+        self._granted.remove(entry.id)
+        self.ledger.context(entry.space, -1)
         return entry
 
     def fit(self) -> int:
-        """Evicts until the limit holds (after adoption, which may bring more than it). Pinned ones go last. How many went."""
-        before = self.evictions
-        for entry in sorted(self.sealed(), key=lambda e: (e.pinned, e.last_used)):
-            if self.used - self.unmapping_bytes() <= self.limit:
-                break
-            self._evict(entry)
+        """Evicts until the limits hold (adoption may bring more than they allow), pinned ones last. How many went."""
+        before, ledger = self.evictions, self.ledger
+        self._sealed = dict(sorted(self._sealed.items(), key=lambda item: item[1].last_used))
+        for entry in sorted(self._sealed.values(), key=lambda e: (e.pinned, e.last_used)):
+            too_many = ledger.too_many_in(entry.space) > 1  # one more is not asked for
+            if too_many or ledger.missing_in(entry.space, 0) > 0 or ledger.missing(0) > 0:
+                self.drop(entry, "room")
         return self.evictions - before
 
     # ---- using
 
     def lease(self, entry: Entry, job: str, now: float) -> None:
         entry.leases.add(job)
-        entry.last_used = max(entry.last_used, now)
+        self._touch(entry, now)
 
     def release(self, entry: Entry, job: str) -> None:
         entry.leases.discard(job)
@@ -230,14 +280,27 @@ class Directory:
 
     def keep(self, entry: Entry, *, pin: bool, expires: float | None, now: float) -> None:
         """Another request wants this context: what it asks for is added, what others asked for stays."""
-        entry.last_used = max(entry.last_used, now)
-        entry.pinned = entry.pinned or pin
-        if entry.expires is not None:
-            entry.expires = None if expires is None else max(entry.expires, expires)
+        self._touch(entry, now)
+        expires = None if entry.expires is None or expires is None else max(entry.expires, expires)
+        self.keep_as(entry, pinned=entry.pinned or pin, expires=expires)
 
-    def drop(self, entry: Entry) -> None:
+    def keep_as(self, entry: Entry, *, pinned: bool, expires: float | None) -> None:
+        """Exactly so."""
+        if (entry.pinned, entry.expires) != (pinned, expires):
+            entry.pinned, entry.expires = pinned, expires
+            self.rebound = True
+            self._will_expire(entry)
+
+    def learn(self, entry: Entry, messages: tuple[Message, ...] | None, template_args: TemplateArgs) -> None:
+        """The messages that the context's tokens are the rendering of, where none were known: messages can continue it then."""
+        if messages is not None and entry.messages is None:
+            entry.envelope = msgspec.structs.replace(entry.envelope, messages=messages, template_args=template_args)
+
+    def drop(self, entry: Entry, cause: Cause) -> None:
         """No longer findable; who holds it finishes."""
         assert entry.state == "sealed"
+        self.removed[cause] += 1
+        self.rebound = self.rebound or bool(entry.names or entry.leases)
         index = self._content[entry.space]
         index.remove(entry.tokens)
         if not len(index):
@@ -246,14 +309,19 @@ class Directory:
             del self._names[entry.space, name]
         entry.names.clear()
         entry.state = "gone"
+        del self._sealed[entry.id]
+        self.ledger.context(entry.space, -1)
         self._settle(entry)
 
-    def expire(self, now: float) -> list[str]:
-        """Drops what has outlived its ttl; their ids."""
-        late = [e for e in self.sealed() if e.expires is not None and e.expires <= now]
-        for entry in late:
-            self.drop(entry)
-        return [e.id for e in late]
+    def expire(self, now: float) -> list[Entry]:
+        """Drops what has outlived its ttl."""
+        late: list[Entry] = []
+        while self._expiring and self._expiring[0][0] <= now:
+            entry = self._sealed.get(heapq.heappop(self._expiring)[1])
+            if entry is not None and entry.expires is not None and entry.expires <= now:
+                self.drop(entry, "ttl")
+                late.append(entry)
+        return late
 
     def clear(self, *, keep_sealed: bool) -> None:
         """The pool ends: unlinks everything, or everything but findable contexts and what they stand on."""
@@ -264,7 +332,7 @@ class Directory:
             elif entry.state == "gone":
                 self._settle(entry)
             elif not keep_sealed:
-                self.drop(entry)
+                self.drop(entry, "dropped")
 
     # ---- who has what mapped
 
@@ -291,7 +359,7 @@ class Directory:
         for piece in entry.pieces:
             if worker in piece.mappers and piece.mappers[worker] < answered:
                 del piece.mappers[worker]
-                self._count(piece)
+                self._count(entry, piece)
         if entry.state == "gone" and not entry.leases:
             self._forget(entry)
         self._bury(entry)
@@ -305,64 +373,74 @@ class Directory:
             entry.forgotten.pop(worker, None)
             for piece in entry.pieces:
                 if piece.mappers.pop(worker, None) is not None:
-                    self._count(piece)
+                    self._count(entry, piece)
             self._bury(entry)
 
     # ---- figures, in bytes
 
-    def held_bytes(self) -> int:
+    def held_bytes(self, space: str | None = None) -> int:
         """Of contexts that cannot go: pinned, leased, or being made."""
-        return sum(e.own_bytes for e in self._entries.values() if e.leases or e.state == "granted" or e.pinned)
+        entries = (e for e in self._entries.values() if space is None or e.space == space)
+        return sum(e.own_bytes for e in entries if e.leases or e.state == "granted" or e.pinned)
 
     def unmapping_bytes(self) -> int:
         """Without a name, but not yet unmapped everywhere."""
-        gone = (p for e in self._entries.values() for p in e.pieces if e.state == "gone")
-        return sum(p.n_bytes for p in gone if p.counted and not p.linked)
+        return self.ledger.unmapping
 
     def orphaned_bytes(self) -> int:
         """Of blocks that are kept only because descendants stand on them."""
-        gone = (e for e in self._entries.values() if e.state == "gone" and not e.leases)
-        return sum(e.kv.n_bytes for e in gone if e.kv is not None and e.kv.linked)
+        return self.bytes_by_kind()["orphaned"]
 
-    def _freeable(self) -> int:
-        """What evicting everything evictable would free."""
-        freed = 0
-        going: set[str] = set()  # entries whose blocks would go too
-        # A child has more tokens than its parent, so children are decided before their parents.
-        for entry in sorted(self._entries.values(), key=lambda e: len(e.tokens), reverse=True):
-            if not (entry.evictable or (entry.state == "gone" and not entry.leases)):
-                continue
-            if entry.image.linked:
-                freed += entry.image.n_bytes
-            if entry.children <= going:
-                going.add(entry.id)
-                if entry.kv is not None and entry.kv.linked:
-                    freed += entry.kv.n_bytes
-        return freed
+    def bytes_by_kind(self) -> dict[str, int]:
+        """What `used` is made of: images and own blocks of sealed contexts (and of dropped ones in use), orphaned blocks, what is
+        still mapped without a name, what is reserved for contexts being made."""
+        kinds = dict.fromkeys(("image", "kv", "orphaned", "unmapping", "reserved"), 0)
+        for entry in self._entries.values():
+            for piece in entry.pieces:
+                if not piece.counted:
+                    continue
+                if piece.nameless:
+                    kind = "unmapping"
+                elif entry.state == "granted":
+                    kind = "reserved"
+                elif piece is entry.image:
+                    kind = "image"
+                else:
+                    kind = "orphaned" if entry.state == "gone" and not entry.leases else "kv"
+                kinds[kind] += piece.n_bytes
+        return kinds
 
     # ---- within
 
     def _insert(self, entry: Entry) -> None:
-        assert entry.id not in self._entries
+        assert entry.id not in self._entries and entry.state == "granted"
         self._entries[entry.id] = entry
+        self._granted.add(entry.id)
+        self.ledger.context(entry.space, 1)
         if entry.parent is not None:
             entry.parent.children.add(entry.id)
         for piece in entry.pieces:
-            self._count(piece)
+            self._count(entry, piece)
 
-    def _evict(self, entry: Entry) -> None:
-        self.evictions += 1
-        self.drop(entry)
+    def _touch(self, entry: Entry, now: float) -> None:
+        entry.last_used = max(entry.last_used, now)
+        if entry.state == "sealed":
+            self._sealed.pop(entry.id, None)
+            self._sealed[entry.id] = entry
+
+    def _will_expire(self, entry: Entry) -> None:
+        if entry.expires is not None and entry.state == "sealed":
+            heapq.heappush(self._expiring, (entry.expires, entry.id))
 
     def _settle(self, start: Entry) -> None:
         """Lets go of what an entry that is gone no longer needs to keep, and then of what only it kept alive."""
         entry: Entry | None = start
         while entry is not None and entry.state == "gone" and not entry.leases and entry.attached:
-            self._unlink(entry.image)
+            self._unlink(entry, entry.image)
             if not entry.children:
                 entry.attached = False
                 if entry.kv is not None:
-                    self._unlink(entry.kv)
+                    self._unlink(entry, entry.kv)
             self._forget(entry)
             if entry.attached:
                 return
@@ -389,52 +467,23 @@ class Directory:
 
     def _mark(self, worker: str, entry: Entry, piece: Piece) -> None:
         piece.mappers[worker] = entry.forgets.get(worker, 0)
-        self._count(piece)
+        self._count(entry, piece)
 
-    def _unlink(self, piece: Piece) -> None:
+    def _unlink(self, entry: Entry, piece: Piece) -> None:
         if piece.linked:
             piece.linked = False
             self._emit(Unlink((piece.name,)))
-            self._count(piece)
+            self._count(entry, piece)
 
-    def _count(self, piece: Piece) -> None:
-        if piece.alive != piece.counted:
-            piece.counted = piece.alive
-            self.used += piece.n_bytes if piece.alive else -piece.n_bytes
-
-    # ---- checking
+    def _count(self, entry: Entry, piece: Piece) -> None:
+        self.ledger.count(entry.space, piece)
 
     def validate(self, jobs: Iterable[str] | None = None) -> None:
         """AssertionError on any contradiction. `jobs`: keys of the jobs that live, the only ones that may hold a lease."""
-        entries = self._entries
-        pieces = [p for e in entries.values() for p in e.pieces]
-        assert self.used == sum(p.n_bytes for p in pieces if p.alive), "the sum of bytes is wrong"
-        assert all(p.counted == p.alive for p in pieces)
-        assert self.used <= self.limit, f"{self.used} bytes are more than {self.limit}"
-        live = None if jobs is None else set(jobs)
-        for key, entry in entries.items():
-            assert key == entry.id
-            assert live is None or entry.leases <= live, f"context {key} is leased to jobs that are no more"
-            if entry.state == "gone":
-                assert not entry.names
-                assert entry.children or any(p.alive for p in entry.pieces), f"context {key} is kept for nothing"
-                assert entry.leases or not entry.image.linked, f"context {key} keeps its image for nothing"
-                for piece in entry.pieces:
-                    for worker in piece.mappers:
-                        asked = entry.forgets.get(worker, 0) > entry.forgotten.get(worker, 0)
-                        assert piece.linked or asked, f"{worker} was not told to forget {key}"
-            else:
-                assert entry.attached and all(p.linked for p in entry.pieces)
-            assert entry.attached or not entry.children
-            for worker, n in entry.forgets.items():
-                assert entry.forgotten.get(worker, 0) <= n
-            parent = entry.parent
-            if parent is not None and entry.attached:
-                assert entries.get(parent.id) is parent and key in parent.children
-                assert parent.kv is None or parent.kv.linked, f"context {key} has lost its ancestor's blocks"
-            assert all(child in entries and entries[child].parent is entry for child in entry.children)
-        sealed = {(e.space, e.tokens): e.id for e in entries.values() if e.state == "sealed"}
-        indexed = {(space, tokens): key for space, index in self._content.items() for tokens, key in index.items()}
-        assert sealed == indexed, "the index by content is wrong"
-        named = {(e.space, name): e.id for e in entries.values() for name in e.names}
-        assert named == {key: e.id for key, e in self._names.items()}, "the index by name is wrong"
+        directory_checks.check_entries(self._entries, None if jobs is None else set(jobs))
+        directory_checks.check_ledger(self.ledger, self._entries)
+        directory_checks.check_indexes(self._entries, self._content, self._names)
+        assert self._sealed == {k: e for k, e in self._entries.items() if e.state == "sealed"}
+        assert self._granted == {k for k, e in self._entries.items() if e.state == "granted"}
+        expiring = set(self._expiring)
+        assert all(e.expires is None or (e.expires, e.id) in expiring for e in self._sealed.values()), "a ttl is not watched"

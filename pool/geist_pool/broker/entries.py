@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from typing import Literal
 
+from msgspec import Struct
+
 from geist_pool.broker.content import ID_BYTES
 from geist_pool.broker.text_types import TemplateArgs
-from geist_pool.protocol import ContextInfo, ContextRef, Envelope, Message
+from geist_pool.protocol import Chain, ContextInfo, ContextRef, Envelope, Message
 
 EntryState = Literal["granted", "sealed", "gone"]
 """granted: a worker may be writing it; sealed: findable; gone: not findable, its objects go as soon as nobody needs them."""
+
+
+class More(Struct, frozen=True):
+    """How far beyond the envelope's figures a context may come: the length of an answer is not known before it is there.
+
+    tokens: at most so many behind the envelope's. text_bytes: of its text in the last of the envelope's messages, at most.
+    """
+
+    tokens: int
+    text_bytes: int
 
 
 class Piece:
@@ -20,14 +32,15 @@ class Piece:
     leaves what came later.
     """
 
-    __slots__ = ("counted", "linked", "mappers", "n_bytes", "name")
+    __slots__ = ("counted", "linked", "mappers", "n_bytes", "name", "nameless")
 
     def __init__(self, name: str, n_bytes: int) -> None:
         self.name = name
         self.n_bytes = n_bytes
         self.linked = True
         self.mappers: dict[str, int] = {}
-        self.counted = False  # in the directory's sum
+        self.counted = False  # in the directory's sum of bytes
+        self.nameless = False  # in the sum of those that only mappings keep
 
     @property
     def alive(self) -> bool:
@@ -40,6 +53,7 @@ class Entry:
     __slots__ = (
         "attached",
         "attempt",
+        "chain",
         "children",
         "envelope",
         "expires",
@@ -50,9 +64,11 @@ class Entry:
         "last_used",
         "leases",
         "mapped",
+        "more",
         "names",
         "parent",
         "pinned",
+        "reference",
         "state",
         "tokens",
     )
@@ -67,6 +83,9 @@ class Entry:
         self.image = Piece(ref.image, ref.image_bytes)
         self.kv = None if ref.kv is None else Piece(ref.kv, ref.kv_bytes)
         self.attempt = 1
+        self.more: More | None = None  # granted with a ceiling
+        self.reference: ContextRef | None = None  # made once
+        self.chain: Chain | None = None  # made once
         self.names: list[str] = []  # that lead here now; the last one bound is the one shown
         self.leases: set[str] = set()  # keys of jobs
         self.last_used = envelope.created
@@ -109,16 +128,20 @@ class Entry:
         return self.state == "sealed" and not self.pinned and not self.leases
 
     def ref(self) -> ContextRef:
-        return ContextRef(
-            id=self.id,
-            image=self.image.name,
-            image_bytes=self.image.n_bytes,
-            kv=None if self.kv is None else self.kv.name,
-            kv_bytes=0 if self.kv is None else self.kv.n_bytes,
-            first_block=self.envelope.first_block,
-            n_blocks=self.envelope.n_blocks,
-            n_tokens=self.n_tokens,
-        )
+        """Once the context is sealed: its objects do not change any more."""
+        assert self.state != "granted"
+        if self.reference is None:
+            self.reference = ContextRef(
+                id=self.id,
+                image=self.image.name,
+                image_bytes=self.image.n_bytes,
+                kv=None if self.kv is None else self.kv.name,
+                kv_bytes=0 if self.kv is None else self.kv.n_bytes,
+                first_block=self.envelope.first_block,
+                n_blocks=self.envelope.n_blocks,
+                n_tokens=self.n_tokens,
+            )
+        return self.reference
 
     def info(self) -> ContextInfo:
         return ContextInfo(
@@ -133,4 +156,5 @@ class Entry:
             expires=self.expires,
             pinned=self.pinned,
             leases=len(self.leases),
+            names=tuple(self.names),
         )

@@ -26,6 +26,40 @@ class AdoptedContext(Struct, frozen=True):
     tokens: tuple[int, ...]
 
 
+class Binding(Struct, frozen=True):
+    """What a context is called now, and how long it is kept, where its envelope may say something else."""
+
+    context: str  # its id
+    names: tuple[str, ...]  # the last one bound is the last
+    pinned: bool
+    expires: float | None  # Unix seconds
+
+
+class Bindings(Struct, frozen=True):
+    """Of all findable contexts that are called something or were meant to be; what is missing here is as its envelope says.
+
+    dropped: ids of contexts that are not findable any more, but whose images are still there.
+    """
+
+    contexts: tuple[Binding, ...]
+    dropped: tuple[str, ...] = ()
+
+
+class SavedHead(Struct, frozen=True):
+    """What a saved file says of itself in front of its image."""
+
+    envelope: Envelope
+    n_tokens: int
+    fingerprint: str  # of the model, hexadecimal
+    n_bytes: int  # of the file
+    written: float  # Unix seconds
+
+
+class SavedFile(Struct, frozen=True):
+    stem: str  # its name without suffix
+    head: SavedHead
+
+
 # ---- events ----------------------------------------------------------------------------------------------------------
 
 
@@ -37,6 +71,7 @@ class Received(Struct, frozen=True):
     request: Request | GeistPoolError
     can_stream: bool  # False where the envelope is that of a REQ socket, which takes one reply only
     json: bool  # coding of the request, and so of its replies
+    digest: bytes = b""  # hash of the body: the same request again has the same
 
     @property
     def peer(self) -> bytes:
@@ -60,7 +95,10 @@ class WorkerLost(Struct, frozen=True):
 
 
 class ClientGone(Struct, frozen=True):
-    """No reply will reach this client any more. `dropped` counts messages that were waiting for it."""
+    """Its connection has ended, or it does not read what it asked for; then only short last words are kept for it.
+
+    dropped: messages that were waiting for it and are lost.
+    """
 
     peer: bytes
     why: Literal["disconnected", "slow"] = "disconnected"
@@ -72,17 +110,39 @@ class Tick(Struct, frozen=True):
 
 
 class Adopted(Struct, frozen=True):
-    """Answer to AdoptStore. `contexts` has parents before children; `unlink` names this pool's other objects."""
+    """Answer to AdoptStore. `contexts` has parents before children; `unlink` names this pool's other objects; `bindings` those
+    that were kept last, if they could be read."""
 
     contexts: tuple[AdoptedContext, ...]
     unlink: tuple[str, ...]
+    bindings: Bindings | None = None
+
+
+class Peeked(Struct, frozen=True):
+    """Answer to PeekSaved."""
+
+    job: str
+    head: SavedHead | GeistPoolError
+
+
+class SavedListed(Struct, frozen=True):
+    """Answer to ListSaved; files that are no saved contexts are left out."""
+
+    job: str
+    files: tuple[SavedFile, ...] | GeistPoolError
+
+
+class Dropped(Struct, frozen=True):
+    """Messages that nothing could be done with."""
+
+    count: int = 1
 
 
 class Stop(Struct, frozen=True):
     """The pool is to end."""
 
 
-Event = Received | TextReady | WorkerSaid | WorkerLost | ClientGone | Tick | Adopted | Stop
+Event = Received | TextReady | WorkerSaid | WorkerLost | ClientGone | Tick | Adopted | Peeked | SavedListed | Dropped | Stop
 
 # ---- actions ---------------------------------------------------------------------------------------------------------
 
@@ -124,6 +184,32 @@ class AdoptStore(Struct, frozen=True):
     geometry: Geometry
 
 
+class KeepBindings(Struct, frozen=True):
+    """Write this down for the next life, in place of what was written before."""
+
+    bindings: Bindings
+
+
+class PeekSaved(Struct, frozen=True):
+    """Look at the head of a saved context's file; answered by Peeked."""
+
+    job: str
+    path: str
+
+
+class ListSaved(Struct, frozen=True):
+    """Look at the saved contexts in a directory, which may be missing; answered by SavedListed."""
+
+    job: str
+    directory: str
+
+
+class MakeDirectory(Struct, frozen=True):
+    """Make this directory, for this user alone, before what follows is done; its parent is there."""
+
+    path: str
+
+
 class Log(Struct, frozen=True):
     """Counts and ids, never text of clients."""
 
@@ -131,4 +217,16 @@ class Log(Struct, frozen=True):
     fields: dict[str, str | int | float | None] = {}
 
 
-Action = SendReply | SendWorker | StartText | Unlink | KillWorker | AdoptStore | Log
+Action = (
+    SendReply
+    | SendWorker
+    | StartText
+    | Unlink
+    | KillWorker
+    | AdoptStore
+    | KeepBindings
+    | PeekSaved
+    | ListSaved
+    | MakeDirectory
+    | Log
+)

@@ -8,7 +8,7 @@ from typing import Literal
 
 from geist_pool.broker.entries import Entry
 from geist_pool.broker.placement import Candidate
-from geist_pool.protocol import PROTOCOL_VERSION, Hello, Ping
+from geist_pool.protocol import PROTOCOL_VERSION, Hello, Ping, Pong, WorkerStats
 
 
 @dataclass(slots=True)
@@ -20,10 +20,28 @@ class Worker:
     pinged: float = 0.0
     unanswered: int | None = None  # number of the Ping that it has not answered
     condemned: bool = False  # is being killed: gets no more work
+    done: int = 0  # jobs that it has answered
+    pong: Pong | None = None  # what it last said of itself
 
     @property
     def name(self) -> str:
         return self.hello.worker
+
+    def stats(self) -> WorkerStats:
+        pong = self.pong or Pong(0)
+        return WorkerStats(
+            worker=self.name,
+            pid=self.hello.pid,
+            busy=len(self.running),
+            slots=self.hello.slots,
+            jobs_done=self.done,
+            passes=pong.passes,
+            tokens_prefilled=pong.tokens_prefilled,
+            tokens_generated=pong.tokens_generated,
+            contexts_mapped=pong.contexts_mapped,
+            rss_bytes=pong.rss_bytes,
+            private_bytes=pong.private_bytes,
+        )
 
 
 class Fleet:
@@ -32,6 +50,7 @@ class Fleet:
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
         self._pings = 0
+        self._seats: set[str] = set()  # names without the number of the life: those that were ever taken
 
     def __contains__(self, name: str) -> bool:
         return name in self._workers
@@ -45,9 +64,13 @@ class Fleet:
     def get(self, name: str) -> Worker | None:
         return self._workers.get(name)
 
-    def add(self, hello: Hello, now: float) -> Worker:
-        worker = self._workers[hello.worker] = Worker(hello, heard=now, pinged=now)
-        return worker
+    def add(self, hello: Hello, now: float) -> bool:
+        """True if it takes the place of one that was there before: names are SEAT.LIFE."""
+        self._workers[hello.worker] = Worker(hello, heard=now, pinged=now)
+        seat = hello.worker.rpartition(".")[0] or hello.worker
+        before = len(self._seats)
+        self._seats.add(seat)
+        return len(self._seats) == before
 
     def remove(self, name: str) -> Worker:
         return self._workers.pop(name)
@@ -70,7 +93,10 @@ class Fleet:
 
     @property
     def has_room(self) -> bool:
-        return any(len(w.running) < w.hello.slots and not w.condemned for w in self._workers.values())
+        for worker in self._workers.values():  # noqa: SIM110 asked after every event: a generator would cost more than what it gives
+            if len(worker.running) < worker.hello.slots and not worker.condemned:
+                return True
+        return False
 
     def candidates(self, leaf: Entry | None) -> list[Candidate]:
         """For placement of a job that continues `leaf`."""

@@ -1,14 +1,15 @@
 """A client's request, the job that answers it, and the ways a job may go. Pure.
 
-    new ──► text ──► held ──► waiting ─────────────► assigned ──► ended
-     │        ▲        │        ▲                      │  ▲ │
-     └► early ┘        └─► reserving (creates)         │  └─┘ another worker, after a death
-                                                       └► cancelling ──► ended
+    new ──► text | file ──► held ──► waiting ─────────────► assigned ──► ended
+     │        ▲               │        ▲                      │ │ ▲ │
+     └► early ┘               └─► reserving (what makes ◄─┐   │ │ └─┘ another worker, after a death
+                                   a context)             │   │ └► cancelling ──► ended
+                                                          └ text (a published answer that no state is that of)
 
-early: contexts of an earlier life may yet turn up, so none can be looked for. text: tokenised and rendered elsewhere. held: its
-turn among the same client's requests has not come. reserving: bytes of shared memory for the new context are not free yet.
-waiting: for a worker. cancelling: nobody wants the answer, or only what there is of it, and the worker has been told. From every
-state a job may end.
+early: contexts of an earlier life may yet turn up, so none can be looked for. text: tokenised and rendered elsewhere. file: a
+saved context's file is looked at. held: its turn among the same client's requests has not come. reserving: bytes of shared memory
+for the new context are not free yet. waiting: for a worker. cancelling: nobody wants the answer, or only what there is of it, and
+the worker has been told. From every state a job may end.
 """
 
 from __future__ import annotations
@@ -17,14 +18,20 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from geist_pool.broker.entries import Entry
-from geist_pool.broker.events import Route
+from geist_pool.broker.entries import Entry, More
+from geist_pool.broker.events import Route, SavedHead
+from geist_pool.broker.remembered import RepeatKey
 from geist_pool.broker.text_types import TextDone
 from geist_pool.protocol import (
     ContextCreate,
     ContextDrop,
     ContextGet,
     ContextList,
+    ContextLoad,
+    ContextSave,
+    ContextSaved,
+    Done,
+    ErrorBody,
     Generate,
     Grant,
     Mismatch,
@@ -34,25 +41,38 @@ from geist_pool.protocol import (
 )
 from geist_pool.text.stream import ByteStream
 
-JobState = Literal["new", "early", "text", "held", "reserving", "waiting", "assigned", "cancelling", "ended"]
+JobState = Literal["new", "early", "text", "file", "held", "reserving", "waiting", "assigned", "cancelling", "ended"]
 Why = Literal["cancelled", "deadline"]
-JobRequest = Tokenize | ContextList | ContextGet | ContextDrop | ContextCreate | Generate | Score
+JobRequest = (
+    Tokenize
+    | ContextList
+    | ContextGet
+    | ContextDrop
+    | ContextCreate
+    | ContextSave
+    | ContextLoad
+    | ContextSaved
+    | Generate
+    | Score
+)
 
 TRANSITIONS: Final[dict[JobState, frozenset[JobState]]] = {
-    "new": frozenset({"early", "text", "held", "ended"}),
-    "early": frozenset({"text", "held", "ended"}),
-    "text": frozenset({"held", "ended"}),
+    "new": frozenset({"early", "text", "file", "held", "ended"}),
+    "early": frozenset({"text", "file", "held", "ended"}),
+    "text": frozenset({"held", "reserving", "ended"}),
+    "file": frozenset({"held", "ended"}),
     "held": frozenset({"reserving", "waiting", "ended"}),
     "reserving": frozenset({"waiting", "ended"}),
     "waiting": frozenset({"assigned", "ended"}),
-    "assigned": frozenset({"waiting", "cancelling", "ended"}),
+    "assigned": frozenset({"waiting", "text", "cancelling", "ended"}),
     "cancelling": frozenset({"ended"}),
     "ended": frozenset(),
 }
 HELD_BY_WORKER: Final[frozenset[JobState]] = frozenset({"assigned", "cancelling"})
+NOT_QUEUED: Final[frozenset[JobState]] = HELD_BY_WORKER | {"new", "ended"}
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Ticket:
     """One request of one client: where its replies go. It ends with exactly one final reply, or silently with its client."""
 
@@ -64,6 +84,8 @@ class Ticket:
     request: JobRequest
     job: str  # key of the job that answers it
     created: bool = True  # for creates: it was the one that began the job
+    digest: bytes = b""  # of the request's body
+    text: TextDone | None = None  # for creates that joined another's job: what their own text is
 
     @property
     def peer(self) -> bytes:
@@ -73,11 +95,15 @@ class Ticket:
     def key(self) -> tuple[bytes, bytes]:
         return self.peer, self.request_id
 
+    @property
+    def repeat_key(self) -> RepeatKey:
+        return self.request.space, self.request_id, self.digest
+
 
 @dataclass(slots=True)
 class Stream:
-    """What has been sent of a streamed answer: a second attempt's repeats are told by it, and if that attempt is cut short, the
-    answer is what the client has seen already."""
+    """What has been sent of one sample of a streamed answer: a second attempt's repeats are told by it, and if that attempt is
+    cut short, the answer is what the client has seen already."""
 
     tokens: list[int] = field(default_factory=list)
     data: bytearray = field(default_factory=bytearray)
@@ -86,6 +112,17 @@ class Stream:
 
 
 @dataclass(slots=True)
+class Answer:
+    """A generate's whole answer, and whose it was, while the context of it is still being made."""
+
+    message: Done
+    worker: str
+    attempts: int
+    assigned: float
+    context: str | None  # that it continued
+
+
+@dataclass(slots=True, eq=False)
 class Job:
     """Work for a worker (or for the tokenizer alone), and everyone who waits for it."""
 
@@ -100,8 +137,12 @@ class Job:
     base: Entry | None = None  # the context that is continued, named or found by content; leased while the job lives
     tokens: bytes = b""  # all ids from position 0, packed; set when it leaves `held`
     mismatch: Mismatch | None = None
-    grant: Grant | None = None  # creates: planned when they begin to reserve
-    entry: Entry | None = None  # creates: reserved
+    saved: str = ""  # saves and loads: the name, and the file of it
+    path: str = ""
+    head: SavedHead | None = None  # loads: what the file says of itself
+    grant: Grant | None = None  # of what makes a context: planned when it begins to reserve
+    more: More | None = None  # to it: how far the length of an answer is open
+    entry: Entry | None = None  # reserved
     reserving_since: float = 0.0
     seed: int = 0
     attempt: int = 0
@@ -109,11 +150,20 @@ class Job:
     worker: str | None = None
     assigned: float = 0.0
     cancel: Why | None = None
-    stream: Stream | None = None
+    streams: list[Stream] | None = None  # by sample
+    answer: Answer | None = None  # a generate whose context has to be computed from its text
+    publish_error: ErrorBody | None = None  # a generate whose context cannot be kept
 
     @property
     def space(self) -> str:
         return self.request.space
+
+    @property
+    def makes_context(self) -> bool:
+        """Whether a worker is to publish something for it, as far as is known."""
+        if isinstance(self.request, Generate):
+            return self.request.publish is not None and self.publish_error is None
+        return isinstance(self.request, ContextCreate | ContextLoad)
 
 
 class Lines:
@@ -140,6 +190,8 @@ class Lines:
 
     def take_heads(self) -> list[str]:
         """Heads of the lines that changed since the last call."""
+        if not self._changed:
+            return []
         heads = [self._lines[p][0] for p in sorted(self._changed) if p in self._lines]
         self._changed.clear()
         return heads

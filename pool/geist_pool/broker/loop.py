@@ -1,21 +1,14 @@
-"""The broker's process: sockets, descriptors and the clock in, the machine's actions out. The broker's only user of ZeroMQ.
-
-`python -m geist_pool.broker.loop JSON` runs it; the JSON is a BrokerConfig. It ends at SIGTERM, or when the process that holds
-the other end of `parent_fd` is gone: then every request gets its last reply and shared memory is emptied.
-"""
+"""Sockets, descriptors and the clock in, the machine's actions out. The broker's only user of ZeroMQ."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import queue
-import random
-import signal
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -25,17 +18,24 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from geist_pool import config as settings
 from geist_pool import observe
+from geist_pool.addresses import refuse_taken
 from geist_pool.broker import wire
 from geist_pool.broker.events import (
     Action,
     Adopted,
     AdoptStore,
     ClientGone,
+    Dropped,
     Event,
+    KeepBindings,
     KillWorker,
+    ListSaved,
     Log,
+    MakeDirectory,
+    Peeked,
+    PeekSaved,
+    SavedListed,
     SendReply,
     SendWorker,
     StartText,
@@ -46,17 +46,13 @@ from geist_pool.broker.events import (
     WorkerLost,
     WorkerSaid,
 )
-from geist_pool.broker.machine import Machine, MachineConfig
+from geist_pool.broker.machine import Machine
 from geist_pool.broker.outbox import Outbox, Outcome
-from geist_pool.broker.ports import Store, StorePort, TextPort, Wake
+from geist_pool.broker.peers import Peers
+from geist_pool.broker.ports import StorePort, TextPort, Wake
 from geist_pool.broker.processes import Link, kill, open_process
-from geist_pool.broker.text_jobs import TextJobs
-from geist_pool.config import BrokerConfig
-from geist_pool.engine import Engine, Gguf
-from geist_pool.errors import ConfigError, GeistPoolError
+from geist_pool.errors import ConfigError
 from geist_pool.protocol import LIMITS, Hello, encode, from_worker_decoder
-from geist_pool.text.tokenizer import Tokenizer
-from geist_pool.text.vocabulary import Vocabulary
 
 TICK_S: Final = 0.25  # the longest time between two looks at deadlines and heartbeats
 RETRY_S: Final = 0.005  # between two tries at what a slow reader has not taken
@@ -65,6 +61,12 @@ FLUSH_S: Final = 0.3  # at the end, for the last replies
 LINGER_MS: Final = 100
 KEPT_MESSAGES: Final = 4096  # for one slow reader
 KEPT_BYTES: Final = 32 << 20
+
+
+EVENTS: Final = int(zmq.EVENTS)
+READABLE: Final = int(zmq.POLLIN)
+NOBLOCK: Final = int(zmq.NOBLOCK)  # adding up flags of an enum costs more than sending
+NOBLOCK_MORE: Final = int(zmq.NOBLOCK) | int(zmq.SNDMORE)
 
 
 class Loop:
@@ -94,12 +96,12 @@ class Loop:
         self._begun = time.time() - time.monotonic()
         self._stop = threading.Event()
         self._events: deque[Event] = deque()
-        self._adopted: queue.SimpleQueue[Adopted] = queue.SimpleQueue()
+        self._found: queue.SimpleQueue[Adopted | Peeked | SavedListed] = queue.SimpleQueue()  # by other threads
         self._links: dict[str, Link] = {}  # by worker
         self._names: dict[bytes, str] = {}  # worker by identity
-        self._fds: dict[bytes, int] = {}  # descriptor of each client's connection
-        self._peers: dict[int, set[bytes]] = {}  # and back
-        self._open_fds: set[int] = set()
+        self._peers = Peers()
+        self._slow: set[bytes] = set()  # clients over their limit of which the machine has not heard yet
+        self._orphaned = False  # the supervisor is gone
         self._next_tick = 0.0
         self.dropped_messages = 0  # of clients and workers, that nothing could be done with
         self._stack = ExitStack()
@@ -121,11 +123,15 @@ class Loop:
             socket.setsockopt(zmq.LINGER, LINGER_MS)
         self._clients.setsockopt(zmq.MAXMSGSIZE, 2 * LIMITS.body_bytes)
         self._clients.setsockopt(zmq.SNDHWM, send_hwm)
+        # A client that comes back under an identity of its choice takes the place of its old connection, which may not be known
+        # to have ended; libzmq would ignore the new one otherwise, without a word.
+        self._clients.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._workers.setsockopt(zmq.RCVHWM, 0)
         self._monitor = self._clients.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._stack.callback(self._monitor.close, linger=0)
         self._stack.callback(self._clients.disable_monitor)
         for socket, where in ((self._clients, address), (self._workers, worker_address)):
+            refuse_taken(where)
             try:
                 socket.bind(where)
             except zmq.ZMQError as error:
@@ -134,6 +140,7 @@ class Loop:
                 Path(where.removeprefix("ipc://")).chmod(0o600)
         self._wake = Wake()
         self._stack.callback(self._wake.close)
+        self._files = self._stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="files"))
         self._stack.callback(self._close_links)
         self._poller = zmq.Poller()
         for readable in (self._clients, self._workers, self._monitor, self._wake.fileno(), self._text.fileno()):
@@ -174,6 +181,7 @@ class Loop:
                 self._lose(link, "process ended")
             if self._parent_fd in ready and not os.read(self._parent_fd, 64):
                 self._log.warning("parent gone")
+                self._orphaned = True
                 self._stop.set()
             if self._now() >= due:
                 self._next_tick = self._now() + TICK_S
@@ -187,6 +195,9 @@ class Loop:
         while (self._to_clients or self._to_workers) and time.monotonic() < until:
             time.sleep(RETRY_S)
             self._flush()
+        if self._orphaned:  # nobody else is left to end a worker that does not end by itself; it would hold the pool's name
+            for link in self._links.values():
+                kill(link)
         if not self._keep_contexts:
             self._store.unlink_all()  # also what was there before any worker came, and could not be adopted
 
@@ -206,7 +217,10 @@ class Loop:
     def _handle(self, event: Event) -> None:
         self._events.append(event)
         while self._events:
-            for action in self._machine.handle(self._events.popleft(), self._now()):
+            event = self._events.popleft()
+            if isinstance(event, ClientGone):
+                self._slow.discard(event.peer)
+            for action in self._machine.handle(event, self._now()):
                 self._perform(action)
 
     def _perform(self, action: Action) -> None:
@@ -218,7 +232,11 @@ class Loop:
                 self._log.warning("worker disconnected", worker=link.name)  # its process's end will follow
                 kill(link)
         elif isinstance(action, StartText):
-            self._text.submit(action.job)
+            done = self._text.at_once(action.job)
+            if done is None:
+                self._text.submit(action.job)
+            else:
+                self._events.append(TextReady(done))
         elif isinstance(action, Unlink):
             for name in action.names:
                 self._store.unlink(name)
@@ -229,6 +247,12 @@ class Loop:
                 kill(link)
         elif isinstance(action, AdoptStore):
             threading.Thread(target=self._adopt, args=(action,), name="adopt", daemon=True).start()
+        elif isinstance(action, PeekSaved | ListSaved):
+            self._files.submit(self._look_at_files, action)
+        elif isinstance(action, KeepBindings):
+            self._files.submit(self._keep_bindings, action)
+        elif isinstance(action, MakeDirectory):
+            self._make_directory(action.path)
         else:
             assert isinstance(action, Log)
             self._log.info(action.event.replace("_", " "), **action.fields)
@@ -240,13 +264,35 @@ class Loop:
         except Exception as error:
             self._log.error("shared memory cannot be looked through", error=f"{type(error).__name__}: {error}")
             found = Adopted((), ())
-        self._adopted.put(found)
+        self._found.put(found)
         self._wake.set()
+
+    def _look_at_files(self, order: PeekSaved | ListSaved) -> None:
+        """In a thread: a disk may keep one waiting."""
+        self._found.put(self._store.peek(order) if isinstance(order, PeekSaved) else self._store.list_saved(order))
+        self._wake.set()
+
+    def _keep_bindings(self, order: KeepBindings) -> None:
+        """In the same thread, so that a later one comes later."""
+        try:
+            self._store.keep_bindings(order)
+        except OSError as error:
+            self._log.error("names of contexts cannot be kept for a restart", error=error.strerror)
+
+    def _make_directory(self, path: str) -> None:
+        try:
+            Path(path).mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:  # the worker that is to write there reports it to the client
+            self._log.error("directory cannot be made", error=error.strerror)
 
     def _read_wake(self) -> None:
         self._wake.clear()
-        while not self._adopted.empty():
-            self._handle(self._adopted.get())
+        while not self._found.empty():
+            self._handle(self._found.get())
+
+    def _drop_message(self) -> None:
+        self.dropped_messages += 1
+        self._handle(Dropped())
 
     # ---- clients
 
@@ -256,54 +302,43 @@ class Loop:
             if frames is None:
                 return
             peer = frames[0].bytes
-            if peer not in self._fds:
-                self._meet(peer, frames[-1])
+            self._read_monitor()
+            fd = int(frames[-1].get(zmq.SRCFD))
+            if not self._peers.met(peer, fd):
+                self._forget_peer(peer)
+                self._peers.met(peer, fd)
             message = wire.read_message([f.bytes for f in frames])
             if isinstance(message, wire.Hopeless):
-                self.dropped_messages += 1
+                self._drop_message()
                 self._log.warning("message dropped", why=message.why, dropped=self.dropped_messages)
                 continue
             self._handle(message)
-            if peer in self._fds and self._fds[peer] not in self._open_fds:
-                self._forget_peer(peer)  # it had gone before its message was read
-
-    def _meet(self, peer: bytes, frame: zmq.Frame) -> None:
-        """Notes the connection that a new client came by.
-
-        The monitor is read up first: what it says of this descriptor after that is about this connection or a later one, and
-        not about an earlier one that had the same number.
-        """
-        self._read_monitor()
-        fd = int(frame.get(zmq.SRCFD))
-        self._fds[peer] = fd
-        self._peers.setdefault(fd, set()).add(peer)
+            if self._peers.is_gone(peer):
+                self._forget_peer(peer)
 
     def _read_monitor(self) -> None:
-        while self._monitor.poll(0):
+        while int(self._monitor.getsockopt(EVENTS)) & READABLE:  # a poll costs twice as much, and this is done for each message
             said = recv_monitor_message(self._monitor)
             fd = int(said["value"])
             if said["event"] == zmq.EVENT_ACCEPTED:
-                self._open_fds.add(fd)
+                self._peers.accepted(fd)
             elif said["event"] == zmq.EVENT_DISCONNECTED:
-                self._open_fds.discard(fd)
-                for peer in sorted(self._peers.get(fd, ())):
+                for peer in self._peers.disconnected(fd):
                     self._forget_peer(peer)
 
     def _forget_peer(self, peer: bytes) -> None:
-        fd = self._fds.pop(peer, None)
-        if fd is not None:
-            self._peers[fd].discard(peer)
-            if not self._peers[fd]:
-                del self._peers[fd]
+        self._peers.forget(peer)
         self._handle_later(ClientGone(peer, "disconnected", self._to_clients.drop(peer)))
 
     def _reply(self, action: SendReply) -> None:
-        outcome = self._to_clients.send(wire.reply_frames(action))
-        peer = action.route[0]
+        peer, frames = action.route[0], wire.reply_frames(action)
+        last_word = partial(wire.unread_frames, action) if action.reply.final else None
+        outcome = "over" if peer in self._slow else self._to_clients.send(frames, last_word)
         if outcome == "gone":
             self._events.append(ClientGone(peer, "disconnected", 1 + self._to_clients.drop(peer)))
         elif outcome == "over":
-            self._events.append(ClientGone(peer, "slow", 1 + self._to_clients.drop(peer)))
+            self._slow.add(peer)  # until its requests have ended nothing else is kept: a stream must not have a gap
+            self._events.append(ClientGone(peer, "slow", self._to_clients.shed(frames, last_word)))
 
     def _handle_later(self, event: Event) -> None:
         """Now, or behind the event that is being handled."""
@@ -335,7 +370,7 @@ class Loop:
             try:
                 message = from_worker_decoder.decode(payload)
             except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-                self.dropped_messages += 1
+                self._drop_message()
                 self._log.error("worker said nonsense", worker=name, error=str(error))
                 if name is not None:
                     kill(self._links[name])
@@ -345,7 +380,7 @@ class Loop:
                     continue
                 name = message.worker
             if name is None:
-                self.dropped_messages += 1
+                self._drop_message()
                 continue
             self._handle(WorkerSaid(name, message))
 
@@ -353,7 +388,7 @@ class Loop:
         """Watches a new worker's process. False for one that cannot be watched, or is nobody's of this user."""
         pidfd = open_process(hello.pid)
         if pidfd is None:
-            self.dropped_messages += 1
+            self._drop_message()
             self._log.error("worker refused", worker=hello.worker, pid=hello.pid, why="no process of this user")
             return False
         old = self._links.get(hello.worker)
@@ -389,7 +424,7 @@ def _receive(socket: zmq.Socket[bytes]) -> list[zmq.Frame] | None:
     frames: list[zmq.Frame] = []
     while True:
         try:
-            frame = socket.recv(zmq.NOBLOCK, copy=False)
+            frame = socket.recv(NOBLOCK, copy=False)
         except zmq.Again:
             return None
         if len(frames) <= wire.FRAMES_MAX:
@@ -400,7 +435,9 @@ def _receive(socket: zmq.Socket[bytes]) -> list[zmq.Frame] | None:
 
 def _try_send(socket: zmq.Socket[bytes], frames: Sequence[bytes]) -> Outcome:
     try:
-        socket.send_multipart(frames, zmq.NOBLOCK)
+        for frame in frames[:-1]:
+            socket.send(frame, NOBLOCK_MORE)  # whoever takes the first frame takes them all
+        socket.send(frames[-1], NOBLOCK)
     except zmq.Again:
         return "full"
     except zmq.ZMQError as error:
@@ -408,79 +445,3 @@ def _try_send(socket: zmq.Socket[bytes], frames: Sequence[bytes]) -> Outcome:
             raise
         return "gone"
     return "sent"
-
-
-# ---- the process -----------------------------------------------------------------------------------------------------
-
-
-def read_vocabulary(path: Path) -> Vocabulary:
-    """From a model file's metadata; no weights are loaded."""
-    with Engine("scalar", 1) as engine, Gguf(engine, path) as gguf:
-        return Vocabulary.from_metadata(gguf.get)
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("geist-pool")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def machine_config(config: BrokerConfig, tokenizer: Tokenizer) -> MachineConfig:
-    return MachineConfig(
-        pool=config.pool,
-        version=_version(),
-        model=Path(config.model_path).name,
-        n_vocab=len(tokenizer.vocabulary.tokens),
-        eog=tuple(sorted(tokenizer.eog)),
-        has_template=tokenizer.vocabulary.chat_template is not None,
-        memory=config.memory,
-        queue=config.queue,
-        slots=config.slots,
-        kv_type=config.kv_type,
-        heartbeat_s=config.heartbeat_s,
-        worker_timeout_s=config.worker_timeout_s,
-        max_attempts=config.max_attempts,
-        keep_contexts=config.keep_contexts,
-    )
-
-
-def run_broker(config: BrokerConfig) -> int:
-    """The whole life of a broker process; its exit status."""
-    log = observe.logger("broker")
-    try:
-        tokenizer = Tokenizer(read_vocabulary(Path(config.model_path)))
-        machine = Machine(machine_config(config, tokenizer), random.SystemRandom())
-        with (
-            TextJobs(tokenizer) as text,
-            Loop(
-                machine,
-                text,
-                Store(config.pool, config.kv_type),
-                address=config.address,
-                worker_address=config.worker_address,
-                parent_fd=config.parent_fd,
-                keep_contexts=config.keep_contexts,
-            ) as loop,
-        ):
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # ending has an order, and that is the supervisor's
-            signal.signal(signal.SIGTERM, lambda *_: loop.stop())
-            log.info("listening", address=config.address)
-            loop.run()
-    except GeistPoolError as error:
-        log.error("broker ends", code=error.code, error=str(error))
-        return 1
-    return 0
-
-
-def main(argv: list[str]) -> int:
-    if len(argv) != 2:
-        print("usage: python -m geist_pool.broker.loop JSON", file=sys.stderr)
-        return 2
-    config = settings.broker_config(argv[1])
-    observe.set_up("broker", log_format=config.log_format, log_level=config.log_level)
-    return run_broker(config)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv))

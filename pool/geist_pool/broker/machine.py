@@ -8,15 +8,22 @@ clients' side, time and the end.
 
 from __future__ import annotations
 
-from geist_pool.broker import intake, reports
-from geist_pool.broker.books import Books, Chapter, MachineConfig, Random
-from geist_pool.broker.content import unpack_ids
+from typing import get_args
+
+from geist_pool.broker import bindings, intake, keeping, overview, repeats, reports, saved
+from geist_pool.broker.books import Books, MachineConfig, Random
+from geist_pool.broker.entries import Entry
 from geist_pool.broker.events import (
     Action,
     Adopted,
     ClientGone,
+    Dropped,
     Event,
+    ListSaved,
+    Peeked,
+    PeekSaved,
     Received,
+    SavedListed,
     SendWorker,
     StartText,
     TextReady,
@@ -26,10 +33,10 @@ from geist_pool.broker.events import (
 )
 from geist_pool.broker.jobs import HELD_BY_WORKER, Job, JobRequest, Stream, Ticket, Why
 from geist_pool.broker.replies import failed, ok
-from geist_pool.broker.schedule import advance
-from geist_pool.errors import BadRequest, Busy, Cancelled, DeadlineExceeded, GeistPoolError, Stopping, StoreFull, UnknownContext
+from geist_pool.broker.schedule import advance, cannot_keep
+from geist_pool.broker.story import Chapter
+from geist_pool.errors import BadRequest, Busy, Cancelled, GeistPoolError, Stopping, StoreFull, UnknownContext, Unsupported
 from geist_pool.protocol import (
-    PROTOCOL_VERSION,
     Cancel,
     CancelJob,
     CancelResult,
@@ -39,19 +46,24 @@ from geist_pool.protocol import (
     ContextGet,
     ContextList,
     ContextListResult,
+    ContextLoad,
     ContextResult,
+    ContextSave,
+    ContextSaved,
     Generate,
     Info,
-    InfoResult,
+    Request,
     Result,
+    SavedListResult,
     Score,
     Shutdown,
     Stats,
-    StatsResult,
+    Story,
     Tokenize,
     TokenizeResult,
 )
 
+OPS = {kind: str(kind.__struct_config__.tag) for kind in get_args(Request)}
 SEED_BITS = 53
 """Of a seed drawn here: a number that every JSON reader keeps exactly."""
 
@@ -86,6 +98,12 @@ class Machine:
             reports.adopted(books, event)
             for job in [j for j in books.jobs.values() if j.state == "early"]:
                 self._start(job)
+        elif isinstance(event, Peeked):
+            self._peeked(event)
+        elif isinstance(event, SavedListed):
+            self._saved_listed(event)
+        elif isinstance(event, Dropped):
+            books.counters.unreadable += event.count
         else:
             self._stop()
         advance(books)
@@ -93,15 +111,15 @@ class Machine:
 
     def wake_at(self) -> float | None:
         """When the next deadline of a request passes, if any has one: a Tick is wanted then."""
-        return min((t.deadline for t in self._books.tickets.values() if t.deadline is not None), default=None)
+        return self._books.next_deadline()
 
     def validate(self) -> None:
         """AssertionError on any contradiction between the collections."""
         self._books.validate()
 
     def story(self, key: str) -> list[Chapter]:
-        """The remembered transitions of one job, worker or context, oldest first."""
-        return self._books.story(key)
+        """The remembered transitions of one request, job, worker or context, oldest first."""
+        return self._books.story.of(key)
 
     @property
     def books(self) -> Books:
@@ -116,15 +134,17 @@ class Machine:
             books.counters.requests["malformed"] += 1
             books.reply(event.route, event.request_id, failed(request), json=event.json)
             return
-        books.counters.requests[request.__struct_config__.tag or "?"] += 1  # type: ignore[index]
+        books.counters.asked(request.space, OPS[type(request)])
         try:
-            if (event.peer, event.request_id) in books.tickets:
-                raise BadRequest("a request of this id is in flight already", path="id")
             intake.check_request(request, can_stream=event.can_stream)
+            if repeats.taken_care_of(books, event, request):
+                return
             if isinstance(request, Info):
-                result: Result = self._info()
+                result: Result = overview.info(books)
             elif isinstance(request, Stats):
-                result = self._stats()
+                result = overview.stats(books)
+            elif isinstance(request, Story):
+                result = overview.story(books, request.id, request.space)
             elif isinstance(request, Cancel):
                 result = CancelResult(found=self._cancel(event.peer, request.id))
             elif isinstance(request, ContextList | ContextGet | ContextDrop) and books.adopted:
@@ -135,35 +155,35 @@ class Machine:
         except GeistPoolError as error:
             books.reply(event.route, event.request_id, failed(error), json=event.json)
             return
+        repeats.remember(books, event, request, ok(result))
         books.reply(event.route, event.request_id, ok(result), json=event.json)
 
     def _look_up(self, request: ContextList | ContextGet | ContextDrop) -> Result:
         books = self._books
         if isinstance(request, ContextList):
             return ContextListResult(contexts=tuple(e.info() for e in books.directory.sealed(request.space)))
-        entry = books.directory.find(request.space, request.context)
-        if entry is None:
-            raise _unknown(request.context, request.space, "context")
+        entry = self._find(request.context, request.space, "context")
         if isinstance(request, ContextGet):
             return ContextResult(context=entry.info(), created=False, base=entry.envelope.parent)
-        books.tell(entry.id, "sealed", "gone", "dropped")
-        books.directory.drop(entry)
+        books.tell("context", entry.id, "sealed", "gone", "dropped", space=entry.space)
+        books.directory.drop(entry, "dropped")
         return ContextDropResult(id=entry.id)
+
+    def _find(self, reference: str, space: str, path: str) -> Entry:
+        """Raises UnknownContext."""
+        entry = self._books.directory.find(space, reference)
+        if entry is None:
+            raise UnknownContext(f"no context {reference!r} in space {space!r}", path=path)
+        return entry
 
     def _take_in(self, event: Received, request: JobRequest) -> None:
         """A request that cannot be answered at once gets a ticket and a job."""
         books = self._books
-        if books.stopping:
-            raise Stopping("the pool is stopping")
-        if books.n_queued >= books.config.queue:
-            raise Busy(
-                f"{books.n_queued} requests are waiting; no more are taken",
-                retry_after=books.counters.retry_after(books.n_queued, books.fleet.n_slots),
-            )
+        self._check_room(request)
         job = Job(key=books.new_job_key(), request=request, peer=event.peer, created=books.now)
         books.jobs[job.key] = job
         deadline = None if request.deadline_ms is None else books.now + request.deadline_ms / 1000
-        ticket = Ticket(event.route, event.request_id, event.json, books.now, deadline, request, job.key)
+        ticket = Ticket(event.route, event.request_id, event.json, books.now, deadline, request, job.key, digest=event.digest)
         job.tickets.append(ticket)
         books.open_ticket(ticket)
         if books.adopted or isinstance(request, Tokenize):
@@ -171,15 +191,65 @@ class Machine:
         else:
             books.move(job, "early")
 
-    def _start(self, job: Job) -> None:
+    def _check_room(self, request: JobRequest) -> None:
+        """Raises Stopping, Busy where too many wait, Unsupported where files are not to be had."""
         books = self._books
+        if books.stopping:
+            raise Stopping("the pool is stopping")
+        if isinstance(request, ContextSave | ContextLoad | ContextSaved) and not books.config.saved_dir:
+            raise Unsupported("this pool has no directory for saved contexts")
+        n, limit = books.n_queued, books.config.queue
+        if n >= limit:
+            retry_after = books.counters.retry_after(n, books.fleet.n_slots)
+            raise Busy(f"{n} requests are waiting; no more are taken", retry_after=retry_after, queued=n, limit=limit)
+        quota = books.config.spaces.get(request.space)
+        n = books.queued[request.space]
+        if quota is not None and 0 < quota.queue <= n:
+            raise Busy(
+                f"{n} requests of space {request.space!r} are waiting; it may have {quota.queue}",
+                retry_after=books.counters.retry_after(n, books.fleet.n_slots),
+                queued=n,
+                limit=quota.queue,
+                space=request.space,
+            )
+
+    def _start(self, job: Job) -> None:
+        books, request = self._books, job.request
         try:
-            if isinstance(job.request, ContextList | ContextGet | ContextDrop):
-                books.end_job(job, ok(self._look_up(job.request)), "looked up")
+            if isinstance(request, ContextList | ContextGet | ContextDrop):
+                books.end_job(job, ok(self._look_up(request)), "looked up")
+            elif isinstance(request, ContextSave | ContextLoad | ContextSaved):
+                self._start_file(job, request)
             else:
-                self._start_text(job, job.request)
+                self._start_text(job, request)
         except GeistPoolError as error:
             books.fail_job(job, error)
+
+    def _start_file(self, job: Job, request: ContextSave | ContextLoad | ContextSaved) -> None:
+        books, root = self._books, self._books.config.saved_dir
+        if isinstance(request, ContextSaved):
+            directory = saved.directory_of(root, request.space)
+            books.move(job, "file")
+            books.out.append(ListSaved(job.key, directory))
+            return
+        if isinstance(request, ContextSave):
+            entry = self._find(request.context, request.space, "context")
+            job.saved = request.saved or (entry.names[-1] if entry.names else entry.id)
+            job.path = saved.file_of(root, request.space, job.saved)
+            books.lease(job, entry)
+            self._stand_in_line(job)
+            books.move(job, "held")
+            books.lines.touch(job.peer)
+            return
+        job.saved = request.saved
+        job.path = saved.file_of(root, request.space, job.saved)
+        self._stand_in_line(job)
+        books.move(job, "file")
+        books.out.append(PeekSaved(job.key, job.path))
+
+    def _stand_in_line(self, job: Job) -> None:
+        job.in_line = True
+        self._books.lines.join(job.peer, job.key)
 
     def _start_text(self, job: Job, request: Tokenize | ContextCreate | Generate | Score) -> None:
         """Leases the context that the request names, and has its text tokenised. Raises UnknownContext."""
@@ -187,17 +257,13 @@ class Machine:
         if not isinstance(request, Tokenize):
             reference, path = intake.base_reference(request)
             if reference is not None:
-                base = books.directory.find(request.space, reference)
-                if base is None:
-                    raise _unknown(reference, request.space, path)
-                books.lease(job, base)
-            job.in_line = True
-            books.lines.join(job.peer, job.key)
+                books.lease(job, self._find(reference, request.space, path))
+            self._stand_in_line(job)
         if isinstance(request, Generate):
             given = request.sampling.seed
             job.seed = books.random.getrandbits(SEED_BITS) if given is None else given
-            job.stream = Stream() if request.stream else None
-        text = intake.text_job(job.key, request, job.base, () if job.base is None else unpack_ids(job.base.tokens))
+            job.streams = [Stream() for _ in range(request.n)] if request.stream else None
+        text = intake.text_job(job.key, request, job.base)
         if text is not None:
             books.move(job, "text")
             books.out.append(StartText(text))
@@ -216,10 +282,39 @@ class Machine:
             books.fail_job(job, done.error)
         elif isinstance(job.request, Tokenize):
             books.end_job(job, ok(TokenizeResult(tokens=done.tokens)), "tokenised")
+        elif job.answer is not None:
+            keeping.text_is_known(books, job, done.tokens)
         else:
             job.text = done
             books.move(job, "held")
             books.lines.touch(job.peer)
+
+    def _peeked(self, event: Peeked) -> None:
+        books = self._books
+        job = books.jobs.get(event.job)
+        if job is None:  # cancelled meanwhile
+            return
+        if isinstance(event.head, GeistPoolError):
+            if isinstance(event.head, UnknownContext):
+                event.head.path = "saved"
+            books.fail_job(job, event.head)
+            return
+        job.head = event.head
+        books.move(job, "held")
+        books.lines.touch(job.peer)
+
+    def _saved_listed(self, event: SavedListed) -> None:
+        books = self._books
+        job = books.jobs.get(event.job)
+        if job is None:
+            return
+        if isinstance(event.files, GeistPoolError):
+            books.fail_job(job, event.files)
+            return
+        heads = ((f.stem, f.head) for f in event.files)
+        infos = (saved.listed(job.space, stem, h.n_tokens, h.n_bytes, h.written, h.fingerprint) for stem, h in heads)
+        found = sorted((i for i in infos if i is not None), key=lambda i: i.saved)
+        books.end_job(job, ok(SavedListResult(tuple(found))), "listed")
 
     # ---- ending early
 
@@ -241,12 +336,9 @@ class Machine:
         books = self._books
         job = books.jobs[ticket.job]
         if job.state in HELD_BY_WORKER and len(job.tickets) == 1:
-            self._call_off(job, why, finish=isinstance(job.request, Generate))
+            self._call_off(job, why, finish=isinstance(job.request, Generate) and job.answer is None)
             return
-        if why == "deadline":
-            books.end_ticket(ticket, failed(DeadlineExceeded("the request's deadline passed")))
-        else:
-            books.end_ticket(ticket, failed(Cancelled("the request was cancelled")))
+        books.fail_ticket(ticket, reports.called_off(why))
         if not job.tickets:
             books.move(job, "ended", why)
 
@@ -266,9 +358,10 @@ class Machine:
         tickets = tuple(books.by_peer.get(event.peer, {}).values())
         if tickets or event.why == "slow":
             books.log("client_gone", why=event.why, requests=len(tickets), dropped=event.dropped)
+        slow = failed(Cancelled("answers and chunks were not read; this request was ended when they became too many"))
         for ticket in tickets:
             job = books.jobs[ticket.job]
-            books.end_ticket(ticket, None)
+            books.end_ticket(ticket, slow if event.why == "slow" else None)
             if job.tickets:
                 continue
             if job.state in HELD_BY_WORKER:
@@ -280,34 +373,30 @@ class Machine:
 
     def _tick(self) -> None:
         books, config = self._books, self._books.config
-        for ticket in tuple(books.tickets.values()):
-            if ticket.deadline is not None and ticket.deadline <= books.now:
-                if books.jobs[ticket.job].state == "cancelling":
-                    ticket.deadline = None  # its worker has been told
-                else:
-                    self._give_up(ticket, "deadline")
+        for ticket in books.late_tickets():
+            if books.jobs[ticket.job].state != "cancelling":  # else its worker has been told
+                self._give_up(ticket, "deadline")
+        books.remembered.expire(books.now)
         for worker, ping in books.fleet.heartbeat(books.now, every_s=config.heartbeat_s, timeout_s=config.worker_timeout_s):
             if ping == "silent":
                 reports.condemn(books, worker, f"silent for {config.worker_timeout_s} s")
             else:
                 books.out.append(SendWorker(worker.name, ping))
-        for context in books.directory.expire(books.now):
-            books.tell(context, "sealed", "gone", "expired")
+        for entry in books.directory.expire(books.now):
+            books.tell("context", entry.id, "sealed", "gone", "ttl", space=entry.space)
+        bindings.keep(books)
         while books.reserving:
             job = books.jobs[books.reserving[0]]
             if books.now - job.reserving_since < config.reserve_timeout_s or job.grant is None:
                 break
-            needed = job.grant.ref.image_bytes + job.grant.ref.kv_bytes
-            books.fail_job(
-                job,
-                StoreFull(
-                    f"workers have not unmapped evicted contexts within {config.reserve_timeout_s} s",
-                    needed=needed,
-                    limit=books.directory.limit,
-                    used=books.directory.used,
-                    held=books.directory.held_bytes(),
-                ),
+            error = StoreFull(
+                f"workers have not unmapped evicted contexts within {config.reserve_timeout_s} s",
+                needed=job.grant.ref.image_bytes + job.grant.ref.kv_bytes,
+                limit=books.directory.limit,
+                used=books.directory.used,
+                held=books.directory.held_bytes(),
             )
+            cannot_keep(books, job, error)
 
     def _stop(self) -> None:
         """Everyone gets an answer, workers are told to end, shared memory is emptied (or keeps what is sealed)."""
@@ -321,50 +410,6 @@ class Machine:
         for worker in books.fleet:
             books.out.append(SendWorker(worker.name, Shutdown()))
         books.directory.clear(keep_sealed=books.config.keep_contexts)
+        if books.config.keep_contexts:
+            bindings.keep(books, at_once=True)
         books.log("stopping", requests=n)
-
-    # ---- what there is
-
-    def _info(self) -> InfoResult:
-        books, first = self._books, self._books.first
-        return InfoResult(
-            protocol=PROTOCOL_VERSION,
-            version=books.config.version,
-            pool=books.config.pool,
-            model=books.config.model,
-            architecture="" if first is None else first.architecture,
-            fingerprint="" if first is None else first.fingerprint,
-            n_vocab=books.config.n_vocab if first is None else first.n_vocab,
-            n_ctx=0 if first is None else first.n_ctx,
-            kv_type=books.config.kv_type if first is None else first.kv_type,
-            has_template=books.config.has_template,
-            workers=books.fleet.n_ready,
-            slots=books.config.slots if first is None else first.slots,
-        )
-
-    def _stats(self) -> StatsResult:
-        books, counters, directory = self._books, self._books.counters, self._books.directory
-        return StatsResult(
-            uptime_s=books.now - (books.now if counters.started is None else counters.started),
-            workers=books.fleet.n_ready,
-            workers_busy=books.fleet.n_busy,
-            queue=books.n_queued,
-            requests=dict(counters.requests),
-            errors=dict(counters.errors),
-            tokens_reused=counters.reused,
-            tokens_prefilled=counters.prefilled,
-            tokens_generated=counters.generated,
-            contexts=len(directory.sealed()),
-            store_bytes=directory.used,
-            store_limit=directory.limit,
-            store_orphaned_bytes=directory.orphaned_bytes(),
-            store_unmapping_bytes=directory.unmapping_bytes(),
-            evictions=directory.evictions,
-            jobs_retried=counters.retried,
-            workers_lost=counters.workers_lost,
-            chunks_dropped=counters.chunks_dropped,
-        )
-
-
-def _unknown(reference: str, space: str, path: str) -> UnknownContext:
-    return UnknownContext(f"no context {reference!r} in space {space!r}", path=path)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
+from typing import Final
 
 import msgspec
 
@@ -23,6 +24,10 @@ from geist_pool.errors import BadRequest, GeistPoolError, Internal, Stopping, To
 from geist_pool.protocol import LIMITS, Message
 from geist_pool.text.suffix import suffix_of
 from geist_pool.text.tokenizer import Tokenizer
+
+AT_ONCE_CHARS: Final = 2048
+"""Text, labels and ids of a job that is done in the loop itself: half a millisecond at most. A thread costs a tenth of that and,
+what is more, takes the interpreter's lock from the loop again and again."""
 
 Render = Callable[[tuple[Message, ...], bool, TemplateArgs], str]
 """(messages, add_generation_prompt, template_args) -> text of the conversation."""
@@ -52,6 +57,10 @@ class TextJobs:
     def fileno(self) -> int:
         """Readable while finished jobs wait for `poll`."""
         return self._wake
+
+    def at_once(self, job: TextJob) -> TextDone | None:
+        """The result of a small job without a template; None for any other, which is to be submitted."""
+        return self._result(job) if is_small(job) else None
 
     def submit(self, job: TextJob) -> None:
         """Queue a job. Raises RuntimeError after `close`."""
@@ -85,6 +94,10 @@ class TextJobs:
             self._templates.start()
 
     def _run(self, job: TextJob) -> None:
+        self._done.put(self._result(job))
+        os.eventfd_write(self._wake, 1)
+
+    def _result(self, job: TextJob) -> TextDone:
         begin = time.monotonic_ns()
         try:
             if self._stopping.is_set():
@@ -97,8 +110,7 @@ class TextJobs:
             internal.__cause__ = error
             done = TextDone(key=job.key, error=internal)
         elapsed_us = (time.monotonic_ns() - begin) // 1000
-        self._done.put(msgspec.structs.replace(done, elapsed_us=elapsed_us))
-        os.eventfd_write(self._wake, 1)
+        return msgspec.structs.replace(done, elapsed_us=elapsed_us)
 
     def _render(self, messages: tuple[Message, ...], add_generation_prompt: bool, args: TemplateArgs) -> str:
         vocabulary = self._tokenizer.vocabulary
@@ -114,8 +126,21 @@ class TextJobs:
         )
 
 
+def is_small(job: TextJob) -> bool:
+    """Whether the job takes a fraction of a millisecond, and nothing but the tokenizer."""
+    prompt = job.prompt
+    if job.answer is not None or (prompt is not None and prompt.messages is not None):
+        return False
+    size = sum(map(len, job.labels))
+    if prompt is not None:
+        size += len(prompt.text or "") + len(prompt.tokens or ())
+    return size <= AT_ONCE_CHARS
+
+
 def do_text_job(job: TextJob, tokenizer: Tokenizer, render: Render) -> TextDone:
     """The result of a job; `render` renders a conversation. Raises what the job's error shall be."""
+    if job.answer is not None:
+        return TextDone(key=job.key, tokens=_answer_ids(job.answer, job.answer_data, tokenizer))
     tokens: list[int] = []
     text: str | None = None
     messages: tuple[Message, ...] | None = None
@@ -137,7 +162,7 @@ def do_text_job(job: TextJob, tokenizer: Tokenizer, render: Render) -> TextDone:
             _check_ids(job.prompt.tokens, tokenizer, "tokens")
             tokens = list(job.prompt.tokens)
     left = job.context_tokens[-LEFT_IDS_MAX:]
-    join = tokenizer.join(left, text, special=special) if left and text else None
+    join = tokenizer.join(left, text, tokens, special=special) if left and text else None
     label_tokens, label_joins = _labels(job, (*left, *tokens)[-LEFT_IDS_MAX:], tokenizer)
     return TextDone(
         key=job.key,
@@ -149,6 +174,24 @@ def do_text_job(job: TextJob, tokenizer: Tokenizer, render: Render) -> TextDone:
         template_args=args,
         text=text,
     )
+
+
+def _answer_ids(answer: tuple[int, ...], data: bytes, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Ids that spell exactly `data`, an answer's text up to its stop string: as many of the answer's own as lie inside it."""
+    at = n = 0
+    for token in answer:
+        piece = b"" if tokenizer.is_control(token) else tokenizer.piece(token)
+        if at == len(data) or not data.startswith(piece, at):
+            break
+        at += len(piece)
+        n += 1
+    try:
+        rest = data[at:].decode()
+    except UnicodeDecodeError as error:
+        raise Unsupported(
+            f"the answer ends inside a token and a character (byte {at + error.start}): no tokens have that text", path="publish"
+        ) from None
+    return (*answer[:n], *(_encode(tokenizer, rest, special=False, path="publish") if rest else ()))
 
 
 def _check_one_field(prompt: Prompt) -> None:
@@ -242,7 +285,7 @@ def _labels(
         path = f"labels[{i}]"
         if isinstance(label, str):
             ids = tuple(_encode(tokenizer, label, special=job.special, path=path))
-            joins.append(tokenizer.join(left, label, special=job.special) if left else None)
+            joins.append(tokenizer.join(left, label, ids, special=job.special) if left else None)
         else:
             ids = label
             joins.append(None)

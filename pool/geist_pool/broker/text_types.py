@@ -51,6 +51,8 @@ class TextJob(msgspec.Struct, frozen=True):
         created, True for a suffix or a whole prompt that is to be answered.
     template_args: extra variables for the template (`enable_thinking`, ...).
     labels: continuations to score, each text or ids; tokenised on their own, never with BOS.
+    answer: instead of everything else: ids of an answer whose text is `answer_data`, which may end inside the last of them.
+        The result's tokens are the ids that lie wholly inside it and those of the rest of its text.
     """
 
     key: str
@@ -63,6 +65,8 @@ class TextJob(msgspec.Struct, frozen=True):
     add_generation_prompt: bool = False
     template_args: TemplateArgs = {}
     labels: tuple[str | tuple[int, ...], ...] = ()
+    answer: tuple[int, ...] | None = None
+    answer_data: bytes = b""
 
 
 class TextDone(msgspec.Struct, frozen=True):

@@ -6,6 +6,7 @@ Frame 0 is the peer; everything from there up to the first `GP1` behind it is th
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Sequence
 from typing import Final
@@ -14,7 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from geist_pool.broker.events import Received, Route, SendReply
-from geist_pool.errors import BadRequest, GeistPoolError, Internal
+from geist_pool.errors import BadRequest, Cancelled, GeistPoolError, Internal
 from geist_pool.protocol import LIMITS, MAGIC, Reply, Request, error_body
 
 FRAMES_MAX: Final = LIMITS.envelope_frames + 3
@@ -24,6 +25,8 @@ _json_requests: Final = msgspec.json.Decoder(Request)
 _packed_requests: Final = msgspec.msgpack.Decoder(Request)
 _json: Final = msgspec.json.Encoder()
 _packed: Final = msgspec.msgpack.Encoder()
+_ESCAPES: Final = re.compile(rb"\\(?:u([0-9a-fA-F]{4})|.)|\xed[\xa0-\xbf][\x80-\xbf]", re.DOTALL)
+"""Of JSON: an escape of four digits, any other escape, or a surrogate written out in (unsound) UTF-8."""
 _PLACE: Final = re.compile(r" - at `(?:key in )?\$\.?(.*)`$", re.DOTALL)
 
 
@@ -47,6 +50,7 @@ def read_message(frames: Sequence[bytes]) -> Received | Hopeless:
     body = rest[1] if len(rest) > 1 else b""
     is_json = body.startswith(b"{")
     request: Request | GeistPoolError
+    digest = b""
     if not 1 <= len(request_id) <= LIMITS.request_id_bytes:
         request = BadRequest(f"a request id is 1 to {LIMITS.request_id_bytes} bytes, not {len(request_id)}", path="id")
         request_id = request_id[: LIMITS.request_id_bytes]
@@ -54,7 +58,8 @@ def read_message(frames: Sequence[bytes]) -> Received | Hopeless:
         request = BadRequest(f"behind {MAGIC.decode()} come a request id and a body, not {len(rest)} frames")
     else:
         request = decode_request(body)
-    return Received(route, request_id, request, can_stream=b"" not in route[1:], json=is_json)
+        digest = hashlib.blake2b(body, digest_size=16).digest()
+    return Received(route, request_id, request, can_stream=b"" not in route[1:], json=is_json, digest=digest)
 
 
 def decode_request(body: bytes) -> Request | GeistPoolError:
@@ -69,14 +74,42 @@ def decode_request(body: bytes) -> Request | GeistPoolError:
         place = _PLACE.search(words)
         return BadRequest(words[: place.start()] if place else words, path=(place[1] or None) if place else None)
     except (msgspec.DecodeError, UnicodeError) as error:
+        lone = _lone_surrogate(body)
+        if lone is not None:
+            return BadRequest(f"a lone surrogate in a string of the body (byte {lone}): no text has one", path="body", byte=lone)
         return BadRequest(f"the body is neither JSON nor MessagePack: {error}", path="body")
     except RecursionError:
         return BadRequest("the body is nested too deeply", path="body")
 
 
+def _lone_surrogate(body: bytes) -> int | None:
+    """The byte at which the first half of a pair of surrogates stands alone, or None."""
+    high: int | None = None  # where a first half has just ended
+    for found in _ESCAPES.finditer(body):
+        code = None if found[1] is None else int(found[1], 16)
+        if found[0][:1] == b"\xed" and high is None:
+            return found.start()
+        if high is not None:
+            if code is None or not 0xDC00 <= code < 0xE000 or found.start() != high:
+                return high - 6
+            high = None
+        elif code is not None and 0xDC00 <= code < 0xE000:
+            return found.start()
+        elif code is not None and 0xD800 <= code < 0xDC00:
+            high = found.end()
+    return None if high is None else high - 6
+
+
 def reply_frames(action: SendReply) -> list[bytes]:
     """All frames of a reply, the envelope first; in the coding of its request."""
     return [*action.route, MAGIC, action.request_id, _encode(action.reply, json=action.json)]
+
+
+def unread_frames(action: SendReply) -> list[bytes]:
+    """Instead of an answer that is too much to be kept for a client that does not read: the request still ends."""
+    error = Cancelled("the answer was not read and is not kept any longer")
+    short = Reply(ok=False, error=error_body(error))
+    return [*action.route, MAGIC, action.request_id, _encode(short, json=action.json)]
 
 
 def _encode(reply: Reply, *, json: bool) -> bytes:

@@ -21,12 +21,13 @@ from rich.markup import escape
 
 from geist_pool import models, observe, terminal
 from geist_pool.client import Client
-from geist_pool.config import PoolConfig
+from geist_pool.config import PoolConfig, store_key
 from geist_pool.cores import find_cores
 from geist_pool.demo.world import CONTEXT_NAME, CONTEXT_TEXT, QUESTIONS, Question, Say
 from geist_pool.protocol import GenerateResult, Sampling, ScoreResult
+from geist_pool.signals import signals_interrupt
 from geist_pool.store import shm
-from geist_pool.supervisor import Supervisor, signals_interrupt
+from geist_pool.supervisor import Supervisor
 
 WITHOUT: Final = "without-snapshot"  # the space of the whole prompts: nothing is kept there
 MOST_WORKERS: Final = 4
@@ -67,7 +68,7 @@ def run_demo(config: PoolConfig, out: Console) -> bool:
     """
     observe.set_up("demo", log_level="warning")
     with signals_interrupt():
-        if config.model in models.CATALOGUE:
+        if models.is_fetched(config.model):
             terminal.pull(config.model, Path(config.cache_dir))
         workers = config.workers or min(MOST_WORKERS, find_cores().usable)
         own = msgspec.structs.replace(
@@ -190,7 +191,7 @@ def _ms(us: float) -> str:
 def _left_behind(name: str, pids: dict[str, int]) -> list[str]:
     """What of the pool is still there: names of processes and of shared-memory objects."""
     alive = [f"process {pid} ({child})" for child, pid in pids.items() if _is_our_child(pid)]
-    return alive + [f"/dev/shm{found.name}" for found in shm.list_objects(name)]
+    return alive + [f"/dev/shm{found.name}" for found in shm.list_objects(store_key(name))]
 
 
 def _is_our_child(pid: int) -> bool:

@@ -33,8 +33,8 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
-from geist_pool.errors import ImageDamaged
-from geist_pool.protocol import Envelope, Geometry
+from geist_pool.errors import ImageDamaged, Internal
+from geist_pool.protocol import Envelope, Geometry, Grant
 
 PAGE: Final = 4096
 BLOCK: Final = 64  # positions in a KV block
@@ -108,6 +108,39 @@ def whole_blocks(n_tokens: int) -> int:
     return n_tokens // BLOCK
 
 
+def cut_to(grant: Grant, n_tokens: int, geometry: Geometry, answer: str) -> Grant:
+    """The grant with the true sizes of `n_tokens` tokens, and `answer` where its messages have a place for it; one that is no
+    ceiling stays as it is.
+
+    Internal if that is more than was granted.
+    """
+    if not grant.ceiling:
+        return grant
+    ref = grant.ref
+    n_blocks = whole_blocks(n_tokens) - ref.first_block
+    messages = grant.envelope.messages
+    if messages:
+        messages = (*messages[:-1], msgspec.structs.replace(messages[-1], content=answer))
+    envelope = msgspec.structs.replace(grant.envelope, n_tokens=n_tokens, n_blocks=n_blocks, messages=messages)
+    true = msgspec.structs.replace(
+        ref,
+        image_bytes=image_object_bytes(geometry, n_tokens, envelope),
+        kv=ref.kv if n_blocks else None,
+        kv_bytes=kv_object_bytes(geometry, n_blocks),
+        n_blocks=n_blocks,
+        n_tokens=n_tokens,
+    )
+    # The sum grows with the length; the image alone does not: a whole block moves from it to the KV object.
+    too_much = true.image_bytes + true.kv_bytes > ref.image_bytes + ref.kv_bytes
+    if too_much or n_tokens > ref.n_tokens or n_blocks < 0 or (n_blocks and ref.kv is None):
+        raise Internal(
+            f"context {ref.id}: granted are {ref.n_tokens} tokens in {ref.image_bytes} + {ref.kv_bytes} bytes, "
+            f"needed {n_tokens} in {true.image_bytes} + {true.kv_bytes}",
+            context=ref.id,
+        )
+    return Grant(ref=true, envelope=envelope)
+
+
 # ---- header and envelope
 
 
@@ -139,9 +172,14 @@ def parse(data: memoryview, *, what: str) -> Stored:
 
     Raises ImageDamaged for anything but a sealed object of this version whose sizes and checksum agree.
     """
-    if len(data) < HEADER_BYTES:
-        raise ImageDamaged(f"{what} is cut: {len(data)} bytes are no header", object=what)
-    magic, version, state, body_bytes, offset, image, numerics, zero, key, pool, checksum = _FIELDS.unpack_from(data, 0)
+    return parse_front(data, len(data), what=what)
+
+
+def front_bytes(start: bytes, *, what: str) -> int:
+    """How many bytes of an object `parse_front` needs, from its first HEADER_BYTES. ImageDamaged where they are no header."""
+    if len(start) < HEADER_BYTES:
+        raise ImageDamaged(f"{what} is cut: {len(start)} bytes are no header", object=what)
+    magic, version, state, body_bytes, offset, *_ = _FIELDS.unpack_from(start, 0)
     if magic != MAGIC:
         raise ImageDamaged(f"{what} does not begin with an envelope", object=what)
     if version != VERSION:
@@ -152,9 +190,16 @@ def parse(data: memoryview, *, what: str) -> Stored:
         raise ImageDamaged(f"{what} has the unknown state {state:#010x}", object=what)
     if body_bytes > MAX_ENVELOPE or offset != up(HEADER_BYTES + body_bytes):
         raise ImageDamaged(f"{what}: an envelope of {body_bytes} bytes and an image at {offset} do not agree", object=what)
-    if offset > len(data) or image != len(data) - offset:
+    return int(offset)
+
+
+def parse_front(data: memoryview, n_bytes: int, *, what: str) -> Stored:
+    """As `parse`, from at least the first `front_bytes` of an object of `n_bytes` bytes."""
+    offset = front_bytes(bytes(data[:HEADER_BYTES]), what=what)
+    _, _, _, body_bytes, _, image, numerics, zero, key, pool, checksum = _FIELDS.unpack_from(data, 0)
+    if offset > n_bytes or image != n_bytes - offset:
         raise ImageDamaged(
-            f"{what} is {len(data)} bytes; an image of {image} bytes at {offset} does not fill it exactly", object=what
+            f"{what} is {n_bytes} bytes; an image of {image} bytes at {offset} does not fill it exactly", object=what
         )
     if zero != 0 or checksum != _checksum(data[:offset]):
         raise ImageDamaged(f"{what}: the checksum of header and envelope is wrong", object=what)
@@ -172,6 +217,16 @@ def _check(envelope: Envelope, what: str) -> None:
         raise ImageDamaged(f"{what}: blocks [{first}, {first + n}) are not the end of {envelope.n_tokens} tokens", object=what)
     if first > 0 and envelope.parent is None:
         raise ImageDamaged(f"{what} has no parent but begins at block {first}", object=what)
+    last = envelope.chain[-1] if envelope.chain else None
+    if (last.id if last is not None else None) != envelope.parent:
+        raise ImageDamaged(f"{what}: its ancestors do not end with its parent", object=what)
+    at = 0
+    for ref in envelope.chain:
+        if ref.first_block != at or ref.n_blocks != whole_blocks(ref.n_tokens) - at:
+            raise ImageDamaged(f"{what}: the blocks of its ancestors do not follow one another", object=what)
+        at += ref.n_blocks
+    if at != first:
+        raise ImageDamaged(f"{what}: its ancestors have {at} blocks and its own begin at {first}", object=what)
 
 
 def _checksum(front: memoryview) -> bytes:

@@ -1,10 +1,10 @@
-"""Names of shared-memory objects: built from a pool's name and a context's id, never from the wire.
+"""Names of shared-memory objects: built from a pool's key and a context's id, never from the wire.
 
     /gp-0a1b2c3d-00112233aabb-i1        the image object of context 00112233aabb, made by the first attempt
         |        |            |
         |        |            kind (i: envelope and thin image, k: whole KV blocks) and attempt
         |        12 hexadecimal digits of the broker's choice
-        8 hexadecimal digits of SHA-256 over the pool's name
+        8 hexadecimal digits of SHA-256 over the pool's key (`store_key`)
 
 At most 30 characters with the leading slash, which every POSIX system takes. Parsing accepts this exact form and nothing else, so
 that what the store lists, adopts or unlinks is never someone else's file.
@@ -36,8 +36,16 @@ class ObjectName(Struct, frozen=True):
     attempt: int
 
 
+def store_key(uid: int, directory: bytes, name: str) -> str:
+    """What tells a pool's objects from all others: user, directory of its sockets and lock (resolved), and name, as 64 digits.
+
+    Pools of one name in two directories run side by side and share nothing; a restarted pool has the key that it had.
+    """
+    return hashlib.sha256(b"%d\0%b\0%b" % (uid, directory, name.encode())).hexdigest()
+
+
 def pool_digest(pool: str) -> bytes:
-    """32 bytes that stand for the pool's name; the first four are its tag."""
+    """32 bytes that stand for the pool's key; the first four are its tag. `pool` is the key, here and everywhere in the store."""
     return hashlib.sha256(pool.encode()).digest()
 
 

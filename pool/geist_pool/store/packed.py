@@ -15,7 +15,7 @@ import fcntl
 import mmap
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -68,6 +68,11 @@ class FileMapping:
         self._map.close()
 
 
+def draft_path(directory: Path, pid: int) -> Path:
+    """Where the process of this id makes a packed file; whoever kills it removes what it left there."""
+    return directory / f"{pid}.tmp"
+
+
 class Draft:
     """A packed file in the making, under a temporary name; gone on leaving unless `publish` was called.
 
@@ -76,8 +81,11 @@ class Draft:
     """
 
     def __init__(self, directory: Path, n_bytes: int) -> None:
-        self.path = directory / f"{os.getpid()}.tmp"
-        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self.path = draft_path(directory, os.getpid())
+        try:
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise EngineError(f"{self.path} cannot be made: {error.strerror}") from error
         try:
             os.posix_fallocate(fd, 0, n_bytes)
             self._map = mmap.mmap(fd, n_bytes)
@@ -138,13 +146,21 @@ class PackedCache:
         """Keeps the fingerprint for `known`. Call under the lock."""
         path = self._known_path(identity)
         temporary = path.with_suffix(".new")
-        temporary.write_bytes(msgspec.json.encode(_Known(identity, fingerprint)))
-        temporary.replace(path)
+        try:
+            temporary.write_bytes(msgspec.json.encode(_Known(identity, fingerprint)))
+            temporary.replace(path)
+        except OSError as error:
+            with suppress(OSError):
+                temporary.unlink()
+            raise EngineError(f"{path} cannot be written: {error.strerror}") from error
 
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Holds the directory alone, waiting for whoever has it; what dead processes left half-made is removed."""
-        fd = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fd = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise EngineError(f"the cache directory {self.directory} cannot be written: {error.strerror}") from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
             for stale in self.directory.glob("*.tmp"):

@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from functools import lru_cache
+from typing import Final, Literal
 
 import tokenizers
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
@@ -31,6 +32,9 @@ _SPLIT = {
 
 _NFC = frozenset({"qwen2", "qwen35"})  # the files do not say so; the models' tokenizer files do
 _WHOLE_WORDS = frozenset({"llama-bpe"})  # a piece that is a token is that token, whatever its merges give
+
+_GPT2 = frozenset({"smollm", "gpt2"})  # cut by GPT-2's own regex
+LEFTS: Final = 128  # texts before a join whose ids are kept for the next look
 
 # Kinds of token that are cut out of the text before BPE rather than put together by it.
 _ADDED = frozenset({TokenType.UNKNOWN, TokenType.CONTROL, TokenType.USER_DEFINED})
@@ -72,6 +76,8 @@ class Tokenizer:
         self._added_pattern = re.compile("(" + "|".join(map(re.escape, added)) + ")") if added else re.compile("($^)")
         # SmolLM2 has no token for U+0004 and other control characters; BPE would drop them without a word.
         present = set(vocabulary.tokens)
+        self._spaced = any(char.isspace() for text in added for char in text)  # such a token may lie across a cut
+        self._left = lru_cache(LEFTS)(self._left_ids)  # the labels of a request follow the same text
         self._missing = bytes(b for char, b in BYTE_OF_CHAR.items() if char not in present)
 
     @staticmethod
@@ -99,7 +105,7 @@ class Tokenizer:
         return models.BPE(vocab=vocab, merges=merges, ignore_merges=vocabulary.pre in _WHOLE_WORDS)
 
     def _encoder(self, model: models.BPE, added: list[int]) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
-        """An encoder that cuts the tokens `added` out of the text, and its ids for them -> ours."""
+        """An encoder that cuts the tokens `added` out of the text, and its ids for them -> ours where they differ."""
         encoder = tokenizers.Tokenizer(model)
         if self.vocabulary.pre in _NFC:
             encoder.normalizer = normalizers.NFC()
@@ -113,7 +119,8 @@ class Tokenizer:
         for text, ours in ids.items():
             theirs = encoder.token_to_id(text)
             assert theirs is not None
-            translate[theirs] = ours
+            if theirs != ours:
+                translate[theirs] = ours
         return encoder, translate
 
     def encode(self, text: str, *, special: bool) -> list[int]:
@@ -124,7 +131,10 @@ class Tokenizer:
         """
         self.check(text)
         encoder, ids = (self._special, self._special_ids) if special else (self._plain, self._plain_ids)
-        return [ids.get(i, i) for i in encoder.encode(text, add_special_tokens=False).ids]
+        # A batch of one: `encode` keeps the interpreter's lock, for seconds with a text of megabytes, and nobody else in
+        # the process would get a word in.
+        (found,) = encoder.encode_batch_fast([text], add_special_tokens=False)
+        return [ids.get(i, i) for i in found.ids] if ids else list(found.ids)
 
     def normalize(self, text: str) -> str:
         """`text` as the ids of `encode(text, special=True)` spell it: in NFC where the model wants that.
@@ -178,19 +188,32 @@ class Tokenizer:
         at, _, name = min(found)
         return at, name
 
-    def join(self, left_ids: Sequence[int], right: str, *, special: bool = False) -> Literal["clean", "split"]:
+    def join(
+        self, left_ids: Sequence[int], right: str, right_ids: Sequence[int] | None = None, *, special: bool = False
+    ) -> Literal["clean", "split"]:
         """Whether tokenising `right` on its own cut through what would be one token with the text before it.
 
-        left_ids: the last few ids on the left (eight are plenty). Their text is taken from behind the last
-        added token (nothing merges across one) and from the first whole character on. The join is "clean" if
-        the ids of that text and of `right`, made apart, equal those of both together, else "split". Where the
-        left ends inside a character no text merges with it: "clean".
-        """
+        right_ids: `encode(right)`, if that is known. left_ids: the last few ids on the left (eight are plenty). Their text is
+        taken from behind the last added token (nothing merges across one) and from the first whole character on. The join is
+        "clean" if the ids of that text and of `right`, made apart, equal those of both together, else "split". Where the left
+        ends inside a character no text merges with it: "clean"."""
         text = self._mergeable_text(left_ids)
-        if not text or not right:
+        if not text or not right or self._surely_cut(text[-1], right[0]):
             return "clean"
-        apart = self.encode(text, special=special) + self.encode(right, special=special)
+        apart = [*self._left(text, special), *(self.encode(right, special=special) if right_ids is None else right_ids)]
         return "clean" if self.encode(text + right, special=special) == apart else "split"
+
+    def _surely_cut(self, left: str, right: str) -> bool:
+        """Whether the pre-tokenizer always cuts between these two characters, so that nothing needs to be tried.
+
+        No piece has white space behind anything else, but for line ends behind punctuation outside GPT-2's own regex.
+        """
+        if self._spaced or left.isspace() or right not in " \t\r\n":
+            return False
+        return right == " " or self.vocabulary.pre in _GPT2 or (left.isascii() and left.isalnum())
+
+    def _left_ids(self, text: str, special: bool) -> tuple[int, ...]:
+        return tuple(self.encode(text, special=special))
 
     def _mergeable_text(self, ids: Sequence[int]) -> str:
         """The text at the end of `ids` that could merge with text behind it; "" if there is none."""

@@ -1,8 +1,10 @@
 """A job as a sequence of passes.
 
-    Assign ─► attach ─► prefill, a chunk a pass ─┬─► decode, a token a pass ─┐
-                                                 ├─► score, a label a pass  ─┼─► Done | Failed
-                                                 └─► publish                ─┘
+    Assign ─► attach ─► prefill, a chunk a pass ─┬─► decode, a token a pass, sample after sample ─► (publish) ─┐
+                                                 ├─► score, a label a pass ───────────────────────────────────┼─► Done | Failed
+                                                 ├─► publish ─────────────────────────────────────────────────┤
+                                                 └─► save: write a file, a piece a pass ──────────────────────┤
+              └► load: read a file, a piece a pass ─► publish ────────────────────────────────────────────────┘
 
 `step` runs one pass and says whether the job is over. Between passes a job can be cancelled. Whatever goes wrong inside becomes
 its Failed: a job never ends without a word. Whoever ends it calls `close`, after which the session is as new and the contexts are
@@ -13,53 +15,81 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
-from typing import Literal
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing, contextmanager
+from typing import Final, Literal
+
+import msgspec
+from msgspec import Struct
 
 from geist_pool.engine import NUMERICS, Image, Model, Session
-from geist_pool.errors import Cancelled, DeadlineExceeded, GeistPoolError, Internal
+from geist_pool.errors import Cancelled, DeadlineExceeded, GeistPoolError, ImageDamaged, ImageMismatch, Internal
 from geist_pool.protocol import (
     Assign,
+    ContextRef,
     CreateDone,
     CreateWork,
     Done,
+    ErrorBody,
     Failed,
     FromWorker,
     GenerateDone,
     GenerateWork,
+    Grant,
+    LoadDone,
+    LoadWork,
+    SampleDone,
+    Sampling,
+    SaveDone,
+    SaveWork,
     ScoreDone,
     ScoreWork,
     Timings,
-    TokenLogprob,
-    Tokens,
     Usage,
     error_body,
 )
+from geist_pool.store import files, layout
 from geist_pool.store.shm import Publication
-from geist_pool.text.stream import StopMatcher
+from geist_pool.worker.answer import Answer, Ending, FinishReason, unsaid
 from geist_pool.worker.contexts import ContextCache
 from geist_pool.worker.faults import Faults
+from geist_pool.worker.gauges import Gauges
 
 _log = logging.getLogger("geist_pool.worker.jobs")
 
-FinishReason = Literal["stop", "length", "cancelled", "deadline"]
-Result = CreateDone | GenerateDone | ScoreDone
+UNSET: Final = Sampling(repeat_last_n=0)  # the sampler of a new session
+Result = CreateDone | GenerateDone | ScoreDone | SaveDone | LoadDone
 Passes = Generator[None, None, Result]
 """One pass up to each yield; the result in the end."""
 
 
+class _Kept(Struct, frozen=True):
+    """What became of an answer that was to be kept; nothing at all if its text ends inside a token."""
+
+    ref: ContextRef | None = None
+    image_id: int = 0
+    error: ErrorBody | None = None
+
+
 class Room:
-    """What all jobs of a worker share: pool, model, mapped contexts, the way out, and the faults asked for."""
+    """What all jobs of a worker share: pool, model, mapped contexts, counters, the way out, and the faults asked for."""
 
     def __init__(
-        self, pool: str, model: Model, contexts: ContextCache, chunk: int, faults: Faults, send: Callable[[FromWorker], None]
+        self,
+        pool: str,
+        model: Model,
+        contexts: ContextCache,
+        chunk: int,
+        faults: Faults,
+        gauges: Gauges,
+        send: Callable[[FromWorker], None],
     ) -> None:
         self.pool = pool
         self.model = model
         self.contexts = contexts
         self.chunk = chunk  # most tokens of a prefill pass
         self.faults = faults
+        self.gauges = gauges
         self.send = send
 
 
@@ -75,7 +105,8 @@ class Job:
         self._prefilled = 0
         self._generated = 0
         self._attached = False
-        self._answer: _Answer | None = None
+        self._loaded = 0
+        self._answers: list[Answer] = []
         self._passes = self._run()
 
     def step(self) -> Done | Failed | None:
@@ -94,8 +125,7 @@ class Job:
     def cancel(self, reason: Literal["cancelled", "deadline"], *, finish: bool) -> Done | Failed:
         """Ends the job between passes: with what it has if that is wanted and it generates, else as failed."""
         if finish and isinstance(self.assign.work, GenerateWork):
-            answer = self._answer or _Answer(self, self.assign.work)
-            return self._done(answer.finish(reason))
+            return self._done(self._said(self.assign.work, reason))
         if reason == "cancelled":
             return self._failed(Cancelled("the request was cancelled"))
         return self._failed(DeadlineExceeded("the request's deadline passed"))
@@ -116,10 +146,14 @@ class Job:
 
     def _run(self) -> Passes:
         work = self.assign.work
+        if isinstance(work, LoadWork):
+            return (yield from self._load(work))
         yield from self._attach()
+        if isinstance(work, SaveWork):
+            return (yield from self._save(work))
         yield from self._prefill(work.tokens)
         if isinstance(work, CreateWork):
-            return self._publish(work)
+            return self._create(work)
         if isinstance(work, GenerateWork):
             return (yield from self._generate(work))
         return (yield from self._score(work))
@@ -144,22 +178,27 @@ class Job:
             with self._clock("prefill"):
                 self.session.prefill(chunk)
             self._prefilled += len(chunk)
+            self.room.gauges.passes += 1
+            self.room.gauges.tokens_prefilled += len(chunk)
             yield
 
-    def _publish(self, work: CreateWork) -> CreateDone:
-        ref, session, model = work.grant.ref, self.session, self.room.model
+    def _create(self, work: CreateWork) -> CreateDone:
+        self.room.faults("publish")
+        return CreateDone(image_id=self._publish(self.session, work.grant)[1])
+
+    def _publish(self, session: Session, grant: Grant, answer: bytes = b"") -> tuple[ContextRef, int]:
+        """Makes the granted context of the session as it is; what it became, and its image's id."""
+        model = self.room.model
+        geometry = model.geometry(session.kv_type)
+        grant = layout.cut_to(grant, session.position, geometry, answer.decode("utf-8", "replace"))
+        ref = grant.ref
         if session.position != ref.n_tokens:
             raise Internal(f"context {ref.id} was granted for {ref.n_tokens} tokens and has {session.position}")
-        self.room.faults("publish")
+        session.set_sampler(UNSET)  # the image is the same, however its tokens came about
         with (
             self._clock("publish"),
             Publication(
-                ref,
-                work.grant.envelope,
-                model.geometry(session.kv_type),
-                pool=self.room.pool,
-                fingerprint=model.fingerprint,
-                numerics=NUMERICS,
+                ref, grant.envelope, geometry, pool=self.room.pool, fingerprint=model.fingerprint, numerics=NUMERICS
             ) as publication,
         ):
             if publication.kv is not None:
@@ -168,26 +207,125 @@ class Job:
             image_id = Image.inspect(publication.image).id
             self.room.faults("seal")
             publication.seal()
-        return CreateDone(image_id=image_id)
+        return ref, image_id
+
+    # ---- generate
 
     def _generate(self, work: GenerateWork) -> Generator[None, None, GenerateDone]:
-        session = self.session
-        session.set_sampler(work.sampling)
-        answer = self._answer = _Answer(self, work)
-        while True:
-            self.room.faults("decode")
+        if work.grant is not None and work.n != 1:
+            raise Internal(f"{work.n} answers cannot be one context")
+        for i in range(work.n - 1):
             with self._clock("decode"):
-                token = session.sample()
-                if token in work.eog:
-                    return answer.finish("stop")
-                answer.add(token)
-                self._generated += 1
-                if answer.stopped:
-                    return answer.finish("stop")
-                if len(answer.tokens) == work.max_tokens or session.position == session.n_ctx:
-                    return answer.finish("length")
-                session.decode(token)
+                fork = self.session.fork()
+            with fork:
+                yield from self._sample(work, fork, i)
             yield
+        kept = yield from self._sample(work, self.session, work.n - 1)
+        done = self._said(work, "stop")
+        return msgspec.structs.replace(done, published=kept.ref, image_id=kept.image_id, publish_error=kept.error)
+
+    def _sample(self, work: GenerateWork, session: Session, i: int) -> Generator[None, None, _Kept]:
+        """Sample i, a token a pass; what was kept of it if that was granted."""
+        session.set_sampler(msgspec.structs.replace(work.sampling, stream=work.sampling.stream + i))
+        answer = Answer(work, self.room.model, self.id, self.assign.attempt, i, self.room.send)
+        self._answers.append(answer)
+        with closing(Ending(session, answer, watch=work.grant is not None)) as ending:
+            while self._draw(work, session, answer, ending):
+                yield
+            return _Kept() if work.grant is None else self._keep(ending, answer.finish("stop").data, work.grant)
+
+    def _draw(self, work: GenerateWork, session: Session, answer: Answer, ending: Ending) -> bool:
+        """The next token; False if the answer is finished."""
+        self.room.faults("decode")
+        with self._clock("decode"):
+            token = session.sample()
+            if token in work.eog:
+                answer.finish("stop")
+                return False
+            answer.add(token, session)
+            ending.added()
+            self._generated += 1
+            self.room.gauges.tokens_generated += 1
+            if answer.stopped:
+                answer.finish("stop")
+                return False
+            if len(answer.tokens) == work.max_tokens or session.position == session.n_ctx:
+                answer.finish("length")
+                return False
+            session.decode(token)
+            self.room.gauges.passes += 1
+        return True
+
+    def _keep(self, ending: Ending, data: bytes, grant: Grant) -> _Kept:
+        """Publishes what the answer left. That it cannot be kept is no reason to lose the answer."""
+        try:
+            self.room.faults("publish")
+            with self._clock("decode"):
+                session = ending.state()
+            if session is None:
+                return _Kept()
+            return _Kept(*self._publish(session, grant, data))
+        except GeistPoolError as error:
+            _log.warning("job %s: its answer is not kept: %s", self.id, error.code)
+            return _Kept(error=error_body(error))
+
+    def _said(self, work: GenerateWork, reason: FinishReason) -> GenerateDone:
+        """All answers; those that are not finished end here, with this reason."""
+        said = [answer.finish(reason) for answer in self._answers]
+        said += [unsaid(work, reason)] * (work.n - len(said))
+        first, *more = said
+        fields = {name: getattr(first, name) for name in SampleDone.__struct_fields__}
+        return GenerateDone(**fields, more=tuple(more))
+
+    # ---- files
+
+    def _save(self, work: SaveWork) -> Generator[None, None, SaveDone]:
+        session, model = self.session, self.room.model
+        if session.position != work.envelope.n_tokens:
+            raise Internal(f"context {work.envelope.id} has {session.position} tokens, not {work.envelope.n_tokens}")
+        with self._clock("publish"):
+            image = session.snapshot()
+        yield
+        with files.Writer(
+            work.path, work.envelope, pool=self.room.pool, fingerprint=model.fingerprint, numerics=NUMERICS
+        ) as writer:
+            yield from self._pieces("publish", writer.write(image))
+            self.room.faults("save")
+            with self._clock("publish"):
+                return SaveDone(bytes=writer.publish())
+
+    def _load(self, work: LoadWork) -> Generator[None, None, LoadDone]:
+        session, model = self.session, self.room.model
+        self.room.faults("load")
+        with files.Reader(work.path) as reader:
+            stored = reader.stored
+            if stored.fingerprint != model.fingerprint:
+                raise ImageMismatch("the file was made from another model", fingerprint=stored.fingerprint)
+            if stored.numerics != NUMERICS:
+                raise ImageMismatch(f"the file has numerics version {stored.numerics}; this is version {NUMERICS}")
+            yield from self._pieces("attach", reader)
+            with self._clock("attach"):
+                if not Image.inspect(reader.image).flat:
+                    raise ImageDamaged("the file holds a thin image, whose blocks are elsewhere")
+                session.restore(reader.image)
+            if session.position != stored.envelope.n_tokens or session.snapshot_size != len(reader.image):
+                raise ImageDamaged(f"the file's envelope says {stored.envelope.n_tokens} tokens, its image {session.position}")
+        self._loaded = session.position
+        yield
+        self.room.faults("publish")
+        _, image_id = self._publish(session, work.grant)
+        return LoadDone(image_id=image_id, tokens=tuple(session.tokens.tolist()))
+
+    def _pieces(self, phase: str, steps: Iterable[int]) -> Generator[None, None, None]:
+        """A step a pass."""
+        rest = iter(steps)
+        while True:
+            with self._clock(phase):
+                if next(rest, None) is None:
+                    return
+            yield
+
+    # ---- score
 
     def _score(self, work: ScoreWork) -> Generator[None, None, ScoreDone]:
         scores: list[tuple[float, ...]] = []
@@ -198,6 +336,8 @@ class Job:
             with self._clock("score"):
                 scores.append(tuple(self.session.score(label).tolist()))
             self._generated += len(label)
+            self.room.gauges.passes += 1
+            self.room.gauges.tokens_generated += len(label)
         return ScoreDone(logprobs=tuple(scores))
 
     # ---- last words
@@ -211,7 +351,7 @@ class Job:
         return Failed(job=self.id, attempt=self.assign.attempt, error=error_body(error))
 
     def _reused(self) -> int:
-        return self.assign.chain[-1].n_tokens if self._attached else 0
+        return self.assign.chain[-1].n_tokens if self._attached else self._loaded
 
     @contextmanager
     def _clock(self, phase: str) -> Iterator[None]:
@@ -220,59 +360,3 @@ class Job:
             yield
         finally:
             self._nanoseconds[phase] = self._nanoseconds.get(phase, 0) + time.perf_counter_ns() - start
-
-
-class _Answer:
-    """What a generate job has said so far, and what of it has been sent."""
-
-    def __init__(self, job: Job, work: GenerateWork) -> None:
-        self.tokens: list[int] = []
-        self.logprobs: list[TokenLogprob] = []
-        self._job = job
-        self._work = work
-        self._matcher = StopMatcher(work.stop)
-        self._data = bytearray()
-        self._stop_index: int | None = None
-
-    @property
-    def stopped(self) -> bool:
-        """Whether a stop string is complete."""
-        return self._stop_index is not None
-
-    def add(self, token: int) -> None:
-        """The session's next token, before it is taken in: its log-probability is among the pending ones."""
-        logprob = self._logprob(token) if self._work.logprobs is not None else None
-        data, self._stop_index = self._matcher.feed(self._job.room.model.token_bytes(token))
-        self.tokens.append(token)
-        if logprob is not None:
-            self.logprobs.append(logprob)
-        self._emit((token,), data, None if logprob is None else (logprob,))
-
-    def finish(self, reason: FinishReason) -> GenerateDone:
-        """The whole answer; bytes held back for a stop string that did not come belong to it."""
-        held = self._matcher.finish()
-        if held:
-            self._emit((), held, None)
-        return GenerateDone(
-            tokens=tuple(self.tokens),
-            data=bytes(self._data),
-            finish_reason=reason,
-            stop_index=self._stop_index,
-            logprobs=tuple(self.logprobs) if self._work.logprobs is not None else None,
-        )
-
-    def _emit(self, tokens: tuple[int, ...], data: bytes, logprobs: tuple[TokenLogprob, ...] | None) -> None:
-        at = len(self._data)
-        self._data += data
-        if self._work.stream:
-            job = self._job
-            index = len(self.tokens) - len(tokens)
-            job.room.send(Tokens(job.id, job.assign.attempt, index, tokens, data, logprobs, at))
-
-    def _logprob(self, token: int) -> TokenLogprob:
-        session, k = self._job.session, self._work.logprobs
-        value = float(session.logprobs((token,))[0])
-        if not k:
-            return TokenLogprob(token, value)
-        ids, values = session.top(min(k, self._job.room.model.info.n_vocab))
-        return TokenLogprob(token, value, tuple(zip(ids.tolist(), values.tolist(), strict=True)))

@@ -30,7 +30,6 @@ from geist_pool.protocol import (
     Hello,
     Mapped,
     Ping,
-    Pong,
     Shutdown,
     encode,
     error_body,
@@ -39,6 +38,7 @@ from geist_pool.protocol import (
 from geist_pool.worker.batch import Turns
 from geist_pool.worker.contexts import ContextCache
 from geist_pool.worker.faults import Faults
+from geist_pool.worker.gauges import Gauges
 from geist_pool.worker.jobs import Job, Room
 
 _log = logging.getLogger("geist_pool.worker.loop")
@@ -54,11 +54,12 @@ class Loop:
         self._model = model
         self._socket = socket
         self._faults = Faults(config.faults)
+        self._gauges = Gauges()
         self._sessions = [Session(model, kv_type=config.kv_type, n_ctx=config.n_ctx) for _ in range(config.slots)]
         self._n_ctx = self._sessions[0].n_ctx
         check = partial(Image.check, fingerprint=model.fingerprint, kv_type=config.kv_type)
-        self._contexts = ContextCache(config.pool, fingerprint=model.fingerprint, numerics=NUMERICS, verify=check)
-        self._room = Room(config.pool, model, self._contexts, config.prefill_chunk, self._faults, self._send)
+        self._contexts = ContextCache(config.store, fingerprint=model.fingerprint, numerics=NUMERICS, verify=check)
+        self._room = Room(config.store, model, self._contexts, config.prefill_chunk, self._faults, self._gauges, self._send)
         self._jobs: dict[str, Job] = {}
         self._turns = Turns()
         self._stopping = False
@@ -110,7 +111,7 @@ class Loop:
                     self._contexts.forget(context)
                     self._report_forgotten()
                 case Ping(n=n):
-                    self._send(Pong(n))
+                    self._send(self._gauges.pong(n, len(self._contexts)))
                 case Shutdown():
                     self._stopping = True
 
@@ -134,7 +135,8 @@ class Loop:
         try:
             self._contexts.map(message.chain)
         except GeistPoolError as e:
-            _log.warning("context %s cannot be used: %s", context, e)
+            # One that is not there was dropped meanwhile; where it should be there, the broker says so.
+            _log.log(logging.DEBUG if e.data.get("missing") else logging.WARNING, "context %s cannot be used: %s", context, e)
             error = error_body(e)
         self._send(Mapped(context, error))
 

@@ -7,6 +7,7 @@ imports no tokenizer: token ids come in, token ids and bytes go out.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 from types import FrameType
@@ -17,6 +18,8 @@ from geist_pool import lifeline
 from geist_pool.config import WorkerConfig, worker_config
 from geist_pool.engine import Engine, Model
 from geist_pool.errors import GeistPoolError
+from geist_pool.store import unfinished
+from geist_pool.store.shm import allow_many_mappings
 from geist_pool.worker.loop import serve
 
 _log = logging.getLogger("geist_pool.worker")
@@ -30,7 +33,8 @@ def main(argv: list[str]) -> int:
     try:
         config = worker_config(argv[1])
         _set_up_logging(config)
-        lifeline.hold(config.parent_fd)
+        lifeline.hold(config.parent_fd, _orphaned)
+        allow_many_mappings()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the supervisor's to handle
         signal.signal(signal.SIGTERM, _stop)
         with (
@@ -43,6 +47,12 @@ def main(argv: list[str]) -> int:
         _log.error("%s: %s", error.code, error)
         return 1
     return 0
+
+
+def _orphaned() -> None:
+    """The pool is gone: what is half-written goes now, and the process without waiting for the pass that it is in."""
+    unfinished.undo_all()
+    os._exit(0)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -13,15 +13,26 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
+from loop_kit import pool, pool_of  # noqa: F401
 
 from geist_pool.broker.events import (
     Action,
     Adopted,
+    AdoptedContext,
     AdoptStore,
+    Bindings,
     Event,
+    KeepBindings,
     KillWorker,
+    ListSaved,
     Log,
+    MakeDirectory,
+    Peeked,
+    PeekSaved,
     Received,
+    SavedFile,
+    SavedHead,
+    SavedListed,
     SendReply,
     SendWorker,
     StartText,
@@ -32,14 +43,16 @@ from geist_pool.broker.events import (
 )
 from geist_pool.broker.machine import Machine, MachineConfig
 from geist_pool.broker.text_types import TextDone, TextJob
-from geist_pool.errors import GeistPoolError
+from geist_pool.errors import GeistPoolError, UnknownContext
 from geist_pool.protocol import (
     Announce,
     Assign,
     CancelJob,
+    ContextRef,
     CreateDone,
     CreateWork,
     Done,
+    Envelope,
     ErrorBody,
     Failed,
     Forget,
@@ -49,11 +62,16 @@ from geist_pool.protocol import (
     GenerateWork,
     Geometry,
     Hello,
+    LoadDone,
+    LoadWork,
     Mapped,
     Ping,
     Pong,
     Reply,
     Request,
+    SampleDone,
+    SaveDone,
+    SaveWork,
     ScoreDone,
     Shutdown,
     Timings,
@@ -61,19 +79,23 @@ from geist_pool.protocol import (
     ToWorker,
     Usage,
 )
+from geist_pool.store import layout
 
 GEOMETRY = Geometry(header_bytes=4096, n_vocab=256, recurrent_bytes=8192, kv_bytes_per_token=64, kv_block_bytes=4096)
 N_CTX = 1000
 
 
-def token_after(tokens: tuple[int, ...], seed: int) -> int:
+def token_after(tokens: tuple[int, ...], seed: int, stream: int = 0) -> int:
     """The simulated model: the next token is a hash of everything before it."""
-    digest = hashlib.blake2b(repr((tokens, seed)).encode(), digest_size=1).digest()
+    digest = hashlib.blake2b(repr((tokens, seed, stream)).encode(), digest_size=1).digest()
     return 97 + digest[0] % 26
 
 
 def do_text(job: TextJob) -> TextDone:
     """The simulated tokenizer: an id is the character's code; a message is `role:content;`."""
+    if job.answer is not None:
+        assert bytes(job.answer).startswith(job.answer_data)
+        return TextDone(key=job.key, tokens=job.answer[: len(job.answer_data)])
     prompt = job.prompt
     tokens: tuple[int, ...] = ()
     messages = None
@@ -94,7 +116,7 @@ def do_text(job: TextJob) -> TextDone:
 class FakeJob:
     assign: Assign
     tokens: tuple[int, ...]  # context and suffix
-    answer: list[int] = field(default_factory=list)
+    answers: list[list[int]] = field(default_factory=list)  # by sample
 
 
 class FakeWorker:
@@ -107,6 +129,7 @@ class FakeWorker:
         self.mapped: set[str] = set()
         self.to_forget: set[str] = set()
         self.alive = True
+        self.tears = False  # its answers end inside a token: nothing is published, the last byte is cut off
 
     def say(self, message: FromWorker) -> None:
         if self.alive:
@@ -134,7 +157,10 @@ class FakeWorker:
         if isinstance(message, Assign):
             assert len(self.jobs) < self.slots, "more jobs than slots"
             base = self.map(message) if message.chain else ()
-            self.jobs[message.job] = FakeJob(message, base + message.work.tokens)
+            work = message.work
+            suffix = () if isinstance(work, SaveWork | LoadWork) else work.tokens
+            samples = work.n if isinstance(work, GenerateWork) else 0
+            self.jobs[message.job] = FakeJob(message, base + suffix, [[] for _ in range(samples)])
         elif isinstance(message, Announce):
             try:
                 self.map(message)
@@ -170,34 +196,61 @@ class FakeWorker:
         key = key or next(iter(self.jobs))
         job = self.jobs[key]
         work = job.assign.work
-        if isinstance(work, GenerateWork) and len(job.answer) < work.max_tokens:
-            index = len(job.answer)
-            token = token_after(job.tokens + tuple(job.answer), work.sampling.seed or 0)
-            job.answer.append(token)
-            if work.stream:
-                self.say(Tokens(key, job.assign.attempt, index, (token,), bytes([token]), None, index))
-        if not isinstance(work, GenerateWork) or len(job.answer) == work.max_tokens:
-            self.end(key)
+        if isinstance(work, GenerateWork):
+            sample = min(range(work.n), key=lambda i: (len(job.answers[i]), i))
+            answer = job.answers[sample]
+            if len(answer) < work.max_tokens:
+                index = len(answer)
+                token = token_after(job.tokens + tuple(answer), work.sampling.seed or 0, work.sampling.stream + sample)
+                answer.append(token)
+                if work.stream:
+                    self.say(Tokens(key, job.assign.attempt, index, (token,), bytes([token]), None, index, sample))
+            if min(map(len, job.answers)) < work.max_tokens:
+                return
+        self.end(key)
 
     def end(self, key: str, cancel: CancelJob | None = None) -> None:
         job = self.jobs.pop(key)
         attempt, work = job.assign.attempt, job.assign.work
-        n_base = len(job.tokens) - len(work.tokens)
-        usage = Usage(reused=n_base, prefilled=len(work.tokens), generated=len(job.answer))
-        timings = Timings(prefill=1, decode=1)
+        chain = job.assign.chain
+        n_base = chain[-1].n_tokens if chain else 0
+        usage = Usage(reused=n_base, prefilled=len(job.tokens) - n_base, generated=sum(map(len, job.answers)))
+        timings = Timings(prefill=1, decode=1, attach=2 if chain else 0)
         if isinstance(work, GenerateWork) and (cancel is None or cancel.finish):
-            why = "length" if cancel is None else cancel.reason
-            done = GenerateDone(tuple(job.answer), bytes(job.answer), why, None, None)
-            self.say(Done(key, attempt, done, usage, timings))
+            self.say(Done(key, attempt, self.answer(job, work, "length" if cancel is None else cancel.reason), usage, timings))
         elif cancel is not None:
             self.say(Failed(key, attempt, ErrorBody(cancel.reason, "called off")))
         elif isinstance(work, CreateWork):
-            self.world.publish(work, job.tokens)
+            self.world.publish(work.grant.ref, work.grant.envelope, job.tokens)
             self.say(Done(key, attempt, CreateDone(1), usage, timings))
+        elif isinstance(work, SaveWork):
+            self.world.files[work.path] = (work.envelope, job.tokens)
+            self.say(Done(key, attempt, SaveDone(1000 + len(job.tokens)), usage, timings))
+        elif isinstance(work, LoadWork):
+            tokens = self.world.files[work.path][1]
+            if len(tokens) != work.grant.ref.n_tokens:  # another one was saved under the name since it was looked at
+                self.say(Failed(key, attempt, ErrorBody("image_damaged", "another file")))
+                self.collect()
+                return
+            self.world.publish(work.grant.ref, work.grant.envelope, tokens)
+            self.say(Done(key, attempt, LoadDone(1, tokens), usage, timings))
         else:
             rows = tuple(tuple(-0.5 - (t % 7) for t in label) for label in work.labels)
             self.say(Done(key, attempt, ScoreDone(rows), usage, timings))
         self.collect()
+
+    def answer(self, job: FakeJob, work: GenerateWork, why: str) -> GenerateDone:
+        torn = self.tears and why == "length" and work.grant is not None and len(job.answers[0]) > 1
+        samples = [SampleDone(tuple(a), bytes(a[:-1] if torn else a), why, None, None) for a in job.answers]
+        first = samples[0]
+        published = None
+        if work.grant is not None and not torn:
+            assert work.grant.ceiling
+            tokens = job.tokens + first.tokens
+            cut = layout.cut_to(work.grant, len(tokens), GEOMETRY, first.data.decode())
+            published, envelope = cut.ref, cut.envelope
+            self.world.publish(published, envelope, tokens)
+        return GenerateDone(first.tokens, first.data, why, None, None, more=tuple(samples[1:]), published=published)
 
     def finish_all(self) -> None:
         self.read_all()
@@ -217,7 +270,8 @@ class World:
 
     def __init__(self, *, seed: int = 1, adopt: Adopted | None = None, **config: object) -> None:
         options: dict[str, object] = {
-            "pool": "test", "version": "0", "model": "toy", "n_vocab": 256, "eog": (0,), "has_template": True, "memory": 1 << 24,
+            "pool": "test", "store": "test", "version": "0", "model": "toy", "n_vocab": 256, "eog": (0,),
+            "has_template": True, "memory": 1 << 24, "saved_dir": "/saved",
         }  # fmt: skip
         self.config = MachineConfig(**(options | config))  # type: ignore[arg-type]
         self.machine = Machine(self.config, random.Random(seed))
@@ -225,12 +279,19 @@ class World:
         self.auto_text = True
         self.adopt = adopt or Adopted((), ())
         self.texts: list[TextJob] = []
+        self.looks: list[PeekSaved | ListSaved] = []
+        self.files: dict[str, tuple[Envelope, tuple[int, ...]]] = {}
+        self.file_fingerprint = "ab" * 32
+        self.directories: list[str] = []
+        self.bindings: Bindings | None = None
         self.replies: list[SendReply] = []
         self.log: list[Log] = []
         self.killed: list[str] = []
         self.unlinked: list[str] = []
         self.workers: dict[str, FakeWorker] = {}
         self.shm: dict[str, tuple[int, tuple[int, ...]]] = {}  # name -> (bytes, tokens of the context)
+        self.sealed: dict[str, AdoptedContext] = {}  # by name of the image, as long as that may be there
+        self.known: dict[str, tuple[int, ...]] = {}  # tokens of every context that ever was
         self.asked: Counter[tuple[bytes, bytes]] = Counter()
         self.ended: Counter[tuple[bytes, bytes]] = Counter()
         self.gone: set[bytes] = set()
@@ -266,16 +327,53 @@ class World:
             self.killed.append(action.worker)
         elif isinstance(action, AdoptStore):
             self.handle(self.adopt)
+        elif isinstance(action, KeepBindings):
+            self.bindings = action.bindings
+        elif isinstance(action, PeekSaved | ListSaved):
+            self.looks.append(action)
+            if self.auto_text:
+                self.look()
+        elif isinstance(action, MakeDirectory):
+            self.directories.append(action.path)
         else:
             assert isinstance(action, Log)
             self.log.append(action)
+
+    def scan(self) -> Adopted:
+        """What a new broker finds in shared memory."""
+        found = [s for name, s in self.sealed.items() if name in self.shm]
+        sound = [s for s in found if all(r.kv in self.shm for r in (*s.envelope.chain, s.ref) if r.kv is not None)]
+        assert len(sound) == len(found), "a sealed context has lost blocks"
+        used = {n for s in sound for n in (s.ref.image, s.ref.kv, *(r.kv for r in s.envelope.chain))}
+        return Adopted(
+            tuple(sorted(sound, key=lambda s: len(s.envelope.chain))),
+            tuple(n for n in sorted(self.shm) if n not in used),
+            self.bindings,
+        )
 
     def ask(
         self, request: Request | GeistPoolError, rid: bytes | str = b"r", peer: bytes = b"c", *, stream_ok: bool = True
     ) -> None:
         rid = rid.encode() if isinstance(rid, str) else rid
-        self.asked[peer, rid] += 1
-        self.handle(Received((peer,), rid, request, stream_ok, False))
+        digest = b"" if isinstance(request, GeistPoolError) else hashlib.blake2b(repr(request).encode(), digest_size=8).digest()
+        in_flight = self.machine.books.tickets.get((peer, rid))
+        if in_flight is None or in_flight.digest != digest:  # else it takes the place of the first
+            self.asked[peer, rid] += 1
+        self.handle(Received((peer,), rid, request, stream_ok, False, digest))
+
+    def look(self, index: int = 0) -> None:
+        """A look at files comes to its end."""
+        action = self.looks.pop(index)
+        if isinstance(action, PeekSaved):
+            found = self.files.get(action.path)
+            self.handle(Peeked(action.job, UnknownContext("no such file") if found is None else self.head(*found)))
+            return
+        stems = {p: p.removeprefix(action.directory + "/") for p in self.files if p.startswith(action.directory + "/")}
+        files = tuple(SavedFile(stem.removesuffix(".geist"), self.head(*self.files[p])) for p, stem in sorted(stems.items()))
+        self.handle(SavedListed(action.job, files))
+
+    def head(self, envelope: Envelope, tokens: tuple[int, ...]) -> SavedHead:
+        return SavedHead(envelope, len(tokens), self.file_fingerprint, 1000 + len(tokens), self.now)
 
     def finish_text(self, index: int = 0) -> None:
         self.handle(TextReady(do_text(self.texts.pop(index))))
@@ -290,9 +388,12 @@ class World:
         self.handle(WorkerSaid(name, Hello(**(fields | changes))))  # type: ignore[arg-type]
         return worker
 
-    def publish(self, work: CreateWork, tokens: tuple[int, ...]) -> None:
-        ref = work.grant.ref
+    def publish(self, ref: ContextRef, envelope: Envelope, tokens: tuple[int, ...]) -> None:
         assert ref.n_tokens == len(tokens)
+        assert ref.image_bytes == layout.image_object_bytes(GEOMETRY, len(tokens), envelope)
+        assert ref.kv_bytes == layout.kv_object_bytes(GEOMETRY, ref.n_blocks)
+        self.sealed[ref.image] = AdoptedContext(envelope, ref, tokens)
+        self.known[ref.id] = tokens
         for name, n_bytes in ((ref.image, ref.image_bytes), (ref.kv, ref.kv_bytes)):
             if name is not None:
                 assert name not in self.shm, f"{name} exists"

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from geist_pool.broker import bindings
 from geist_pool.broker.content import ContentIndex, common_ids, pack_ids, unpack_ids
 from geist_pool.broker.directory import Directory
 from geist_pool.broker.events import AdoptedContext, SendWorker, Unlink
@@ -23,9 +24,9 @@ IMAGE = 4096 + layout.image_bytes(GEOMETRY, 10)  # of a context of a few tokens
 class Shelf:
     """A directory and what it asked for."""
 
-    def __init__(self, limit=1 << 20):
+    def __init__(self, limit=1 << 20, quotas=None):
         self.asked = []
-        self.directory = Directory("test", limit, self.asked.append)
+        self.directory = Directory("test", limit, self.asked.append, quotas)
         self.n = 0
         self.now = 0.0
 
@@ -41,7 +42,7 @@ class Shelf:
         """A sealed context of these ids; None if there is no room yet."""
         self.now += 1
         grant = self.directory.plan(self.envelope(tokens, **fields), base, GEOMETRY)
-        if not self.directory.make_room(grant.ref.image_bytes + grant.ref.kv_bytes):
+        if not self.directory.make_room(grant.ref.image_bytes + grant.ref.kv_bytes, grant.envelope.space):
             return None
         entry = self.directory.grant(grant, pack_ids(tokens), base)
         self.directory.validate()
@@ -127,15 +128,15 @@ def test_parent_with_children_keeps_its_blocks_until_the_last_child_goes():
     root = shelf.make(tuple(range(130)))
     one = shelf.make(tuple(range(200)), base=root)
     two = shelf.make((*range(130), 7), base=root)
-    shelf.directory.drop(root)
+    shelf.directory.drop(root, "dropped")
     assert shelf.taken() == ([root.image.name], [])
     assert shelf.directory.orphaned_bytes() == root.kv.n_bytes
     assert shelf.directory.find("s", root.id) is None
     assert shelf.directory.longest_prefix("s", pack_ids(range(150)))[0] is None
     assert [r.id for r in shelf.directory.chain(one)] == [root.id, one.id]
-    shelf.directory.drop(one)
+    shelf.directory.drop(one, "dropped")
     assert shelf.taken() == ([one.image.name, one.kv.name], [])
-    shelf.directory.drop(two)
+    shelf.directory.drop(two, "dropped")
     assert shelf.taken() == ([two.image.name, root.kv.name], [])
     assert shelf.directory.used == 0 and root.id not in shelf.directory
 
@@ -146,11 +147,11 @@ def test_parent_without_blocks_of_its_own_still_holds_its_parent():
     middle = shelf.make(tuple(range(120)), base=root)  # no whole block of its own
     leaf = shelf.make(tuple(range(130)), base=middle)
     assert middle.kv is None
-    shelf.directory.drop(root)
-    shelf.directory.drop(middle)
+    shelf.directory.drop(root, "dropped")
+    shelf.directory.drop(middle, "dropped")
     names, _ = shelf.taken()
     assert names == [root.image.name, middle.image.name]
-    shelf.directory.drop(leaf)
+    shelf.directory.drop(leaf, "dropped")
     names, _ = shelf.taken()
     assert names == [leaf.image.name, leaf.kv.name, root.kv.name] and shelf.directory.used == 0
 
@@ -160,7 +161,7 @@ def test_bytes_count_until_unmapped_everywhere():
     entry = shelf.make(tuple(range(70)))
     for worker in ("w0", "w1", "w2"):
         shelf.directory.mention(worker, entry)
-    shelf.directory.drop(entry)
+    shelf.directory.drop(entry, "dropped")
     names, forgets = shelf.taken()
     assert names == [entry.image.name, entry.kv.name]
     assert forgets == [("w0", entry.id), ("w1", entry.id), ("w2", entry.id)]
@@ -178,10 +179,10 @@ def test_told_again_after_the_question_is_asked_again():
     root = shelf.make(tuple(range(70)))
     leaf = shelf.make(tuple(range(140)), base=root)
     shelf.directory.mention("w0", root)
-    shelf.directory.drop(root)
+    shelf.directory.drop(root, "dropped")
     assert shelf.taken()[1] == [("w0", root.id)]
     shelf.directory.mention("w0", leaf)
-    shelf.directory.drop(leaf)
+    shelf.directory.drop(leaf, "dropped")
     assert shelf.taken()[1] == [("w0", leaf.id)]  # the question about root is not answered yet
     shelf.directory.forgotten("w0", root.id)
     assert shelf.taken()[1] == [("w0", root.id)]
@@ -195,7 +196,7 @@ def test_lease_keeps_a_dropped_context():
     shelf = Shelf()
     entry = shelf.make((1, 2))
     shelf.directory.lease(entry, "job", 5.0)
-    shelf.directory.drop(entry)
+    shelf.directory.drop(entry, "dropped")
     assert shelf.taken() == ([], [])
     shelf.directory.release(entry, "job")
     assert shelf.taken()[0] == [entry.image.name] and shelf.directory.used == 0
@@ -272,7 +273,7 @@ def test_names():
     shelf.directory.bind("n", two)
     assert shelf.directory.find("s", "n") is two and shelf.directory.find("s", "m") is one
     assert one.info().name == "m" and shelf.directory.find("t", "n") is None
-    shelf.directory.drop(two)
+    shelf.directory.drop(two, "dropped")
     assert shelf.directory.find("s", "n") is None
 
 
@@ -289,7 +290,7 @@ def test_expiry():
     forever = shelf.make((2,), ttl_s=10)
     shelf.directory.keep(forever, pin=False, expires=None, now=5.0)
     assert shelf.directory.expire(10.9) == []
-    assert shelf.directory.expire(11.0) == [entry.id]
+    assert shelf.directory.expire(11.0) == [entry]
     assert forever.state == "sealed"
 
 
@@ -302,8 +303,8 @@ def test_adoption_brings_back_what_there_was():
     root = before.make(tuple(range(70)), name="old name", pin=True)
     leaf = before.make(tuple(range(140)), base=root, name="n")
     after = Shelf()
-    for entry in (root, leaf):
-        assert after.directory.adopt(found(before, entry)) is not None
+    taken = [after.directory.adopt(found(before, entry)) for entry in (root, leaf)]
+    bindings.restore(after.directory, taken, None)
     after.directory.validate()
     assert after.directory.used == before.directory.used
     again = after.directory.find("s", "n")
@@ -311,15 +312,48 @@ def test_adoption_brings_back_what_there_was():
     assert after.directory.chain(again) == before.directory.chain(leaf)
 
 
-def test_adoption_refuses_orphans_and_doubles():
+def test_adoption_refuses_doubles():
     before = Shelf()
     root = before.make(tuple(range(70)))
-    leaf = before.make(tuple(range(140)), base=root)
     after = Shelf()
-    assert after.directory.adopt(found(before, leaf)) is None
     assert after.directory.adopt(found(before, root)) is not None
     assert after.directory.adopt(found(before, root)) is None
+    other = Shelf()
+    other.n = 100
+    twin = other.make(tuple(range(70)))  # another id, the same tokens
+    assert after.directory.adopt(found(other, twin)) is None
     after.directory.validate()
+
+
+def test_adoption_takes_in_the_blocks_of_ancestors_that_are_gone():
+    """A chain of three whose first two images were evicted before the crash: the last one comes back whole, the blocks below it
+    count, are orphaned, and go with the last one that stands on them."""
+    before = Shelf()
+    root = before.make(tuple(range(70)))
+    middle = before.make(tuple(range(140)), base=root)
+    leaf = before.make(tuple(range(210)), base=middle)
+    other = before.make((*range(140), 7), base=middle)
+    after = Shelf()
+    for entry in (leaf, other):
+        assert after.directory.adopt(found(before, entry)) is not None
+        after.directory.validate()
+    assert after.directory.orphaned_bytes() == root.kv.n_bytes + middle.kv.n_bytes
+    assert after.directory.used == leaf.own_bytes + other.own_bytes + after.directory.orphaned_bytes()
+    again = after.directory.find("s", leaf.id)
+    assert after.directory.chain(again) == before.directory.chain(leaf)
+    assert after.directory.find("s", root.id) is None and after.directory.longest_prefix("s", pack_ids(range(100)))[0] is None
+    after.directory.drop(again, "dropped")
+    assert root.kv.name not in after.taken()[0]
+    after.directory.drop(after.directory.find("s", other.id), "dropped")
+    assert set(after.taken()[0]) >= {root.kv.name, middle.kv.name} and after.directory.used == 0
+
+
+def test_a_grant_names_every_ancestor():
+    shelf = Shelf()
+    root = shelf.make(tuple(range(70)))
+    leaf = shelf.make(tuple(range(140)), base=root)
+    grant = shelf.directory.plan(shelf.envelope(range(210)), leaf, GEOMETRY)
+    assert grant.envelope.chain == (root.ref(), leaf.ref()) and grant.envelope.parent == leaf.id
 
 
 def test_adoption_of_more_than_the_limit():
@@ -330,3 +364,81 @@ def test_adoption_of_more_than_the_limit():
         after.directory.adopt(found(before, entry))
     assert after.directory.fit() == 2
     assert after.taken()[0] == [e.image.name for e in entries[:2]]
+
+
+# ---- limits of spaces
+
+
+class Quota:
+    def __init__(self, memory=0, queue=0, contexts=0):
+        self.memory, self.queue, self.contexts = memory, queue, contexts
+
+
+def test_a_space_over_its_limit_evicts_its_own():
+    shelf = Shelf(quotas={"small": Quota(memory=2 * IMAGE)})
+    others = [shelf.make((n, n)) for n in range(3)]
+    mine = [shelf.make((n, n), space="small") for n in range(2)]
+    assert shelf.make((7, 7), space="small") is not None
+    assert shelf.taken()[0] == [mine[0].image.name] and all(e.state == "sealed" for e in others)
+    with pytest.raises(StoreFull) as caught:
+        shelf.make(tuple(range(64 * 9)), space="small")
+    assert caught.value.data["space"] == "small" and caught.value.data["limit"] == 2 * IMAGE
+    assert shelf.taken()[0] == []
+
+
+def test_what_a_space_still_has_mapped_counts_against_its_limit():
+    shelf = Shelf(quotas={"small": Quota(memory=2 * IMAGE)})
+    mine = [shelf.make((n, n), space="small") for n in range(2)]
+    shelf.directory.mention("w0", mine[0])
+    assert shelf.make((7, 7), space="small") is None
+    shelf.directory.forgotten("w0", mine[0].id)
+    assert shelf.make((7, 7), space="small") is not None
+
+
+def test_a_space_with_too_many_contexts():
+    shelf = Shelf(quotas={"small": Quota(contexts=2)})
+    mine = [shelf.make((n, n), space="small", pin=n == 1) for n in range(2)]
+    assert shelf.make((7, 7), space="small") is not None
+    assert shelf.taken()[0] == [mine[0].image.name]
+    shelf.directory.lease(shelf.directory.exact("small", pack_ids((7, 7))), "j", 1.0)
+    with pytest.raises(StoreFull) as caught:
+        shelf.make((8, 8), space="small")
+    assert caught.value.data == {"contexts": 2, "limit": 2, "space": "small"}
+    assert shelf.make((8, 8)) is not None  # another space
+
+
+def test_bytes_by_kind_add_up():
+    shelf = Shelf()
+    root = shelf.make(tuple(range(70)))
+    leaf = shelf.make(tuple(range(140)), base=root)
+    shelf.directory.mention("w0", root)
+    grant = shelf.directory.plan(shelf.envelope(range(9)), None, GEOMETRY)
+    shelf.directory.grant(grant, pack_ids(range(9)), None)
+    shelf.directory.drop(root, "dropped")
+    assert shelf.directory.bytes_by_kind() == {
+        "image": leaf.image.n_bytes, "kv": leaf.kv.n_bytes, "orphaned": root.kv.n_bytes, "unmapping": root.image.n_bytes,
+        "reserved": grant.ref.image_bytes,
+    }  # fmt: skip
+    assert sum(shelf.directory.bytes_by_kind().values()) == shelf.directory.used
+
+
+@pytest.mark.parametrize("n_prompt", [1, 60, 64, 100])
+def test_a_ceiling_is_above_every_length_and_comes_down_to_the_true_one(n_prompt):
+    from geist_pool.broker.entries import More
+    from geist_pool.protocol import Message
+
+    messages = (Message("user", "x"), Message("assistant", ""))
+    for n_answer in range(131):
+        shelf = Shelf()
+        root = shelf.make(tuple(range(n_prompt)), name="root")
+        more = More(tokens=130, text_bytes=3 * 130)
+        envelope = shelf.envelope(range(n_prompt), messages=messages)
+        grant = shelf.directory.plan(envelope, root, GEOMETRY, more=more)
+        entry = shelf.directory.grant(grant, pack_ids(range(n_prompt)), root, more)
+        cut = layout.cut_to(grant, n_prompt + n_answer, GEOMETRY, "\ufffd" * n_answer)
+        exact, true = cut.ref, cut.envelope
+        assert exact == shelf.directory.plan(true, root, GEOMETRY).ref
+        assert exact.image_bytes <= grant.ref.image_bytes and exact.kv_bytes <= grant.ref.kv_bytes
+        shelf.directory.measure(entry, exact, true, pack_ids(range(n_prompt + n_answer)))
+        shelf.directory.validate()
+        assert shelf.directory.used == root.own_bytes + exact.image_bytes + exact.kv_bytes

@@ -601,12 +601,24 @@ def test_gone_client_is_silent_and_its_work_ends(world):
     world.ask(Generate(text="b", max_tokens=1), "3", peer=b"here")
     worker.read_all()
     worker.step()
-    world.handle(ClientGone(b"gone", "slow", dropped=7))
+    world.handle(ClientGone(b"gone"))
     assert any(isinstance(m, CancelJob) and not m.finish for m in worker.inbox)
     worker.read_all()
     world.run()
     assert not [r for r in world.replies if r.route[0] == b"gone"]
     assert world.result("3", b"here").finish_reason == "length"
+
+
+def test_client_that_does_not_read_hears_that_its_requests_ended(world):
+    worker = world.hello()
+    for name in ("1", "2"):
+        world.ask(Generate(text="a", max_tokens=50, stream=True), name, peer=b"slow")
+    worker.read_all()
+    worker.step()
+    world.handle(ClientGone(b"slow", "slow", dropped=7))
+    assert any(isinstance(m, CancelJob) and not m.finish for m in worker.inbox)
+    world.run()
+    assert [world.error(name, b"slow").code for name in ("1", "2")] == ["cancelled"] * 2
     assert world.stats.chunks_dropped == 7
 
 

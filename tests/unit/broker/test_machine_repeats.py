@@ -1,0 +1,181 @@
+"""Property: a request that is sent again (same space, id and body) is computed once, and every connection that asked gets the one
+answer; errors are never repeated from memory; what is remembered is bounded in time, number and bytes. Tolerance: none. Reason: a
+client that lost its connection must be able to ask again without paying, or drawing, twice.
+"""
+
+from __future__ import annotations
+
+from geist_pool.broker.events import ClientGone, Received, Tick
+from geist_pool.broker.remembered import Remembered
+from geist_pool.protocol import (
+    Assign,
+    Cancel,
+    CancelResult,
+    ContextCreate,
+    ContextDrop,
+    Generate,
+    Reply,
+    Sampling,
+    Stats,
+)
+
+
+def n_assigned(worker):
+    return sum(isinstance(m, Assign) for m in worker.inbox) + len(worker.jobs)
+
+
+def test_a_finished_request_gets_its_answer_again(world):
+    worker = world.hello()
+    request = Generate(text="a", max_tokens=3)  # no seed: computed again it would be another answer
+    world.ask(request, "r", peer=b"one")
+    world.run()
+    world.handle(ClientGone(b"one"))
+    world.ask(request, "r", peer=b"two")
+    assert world.result("r", b"two") == world.result("r", b"one") and not worker.inbox
+    assert world.stats.replies_replayed == 1
+    for rid, other in (("other", request), ("r", Generate(text="a", max_tokens=4))):
+        world.ask(other, rid, peer=b"two")
+        assert n_assigned(worker) == 1, "another id or body is another request"
+        world.run()
+    world.ask(Generate(text="a", max_tokens=3, space="s"), "r", peer=b"two")
+    assert n_assigned(worker) == 1, "and so is another space"
+
+
+def test_a_stream_is_given_again_as_one_chunk(world):
+    world.hello()
+    request = Generate(text="a", max_tokens=3, stream=True, n=2)
+    world.ask(request, "r", peer=b"one")
+    world.run()
+    world.ask(request, "r", peer=b"two")
+    got = world.result("r", b"two")
+    assert got == world.result("r", b"one")
+    assert [(c.index, c.tokens, c.text, c.sample) for c in world.chunks("r", b"two")] == [
+        (0, s.tokens, s.text, i) for i, s in enumerate(got.samples)
+    ]
+
+
+def test_asked_again_in_flight_on_another_connection(world):
+    """The first connection may be dead without anybody knowing: both get the answer; the job lives while one of them waits."""
+    worker = world.hello()
+    request = Generate(text="a", max_tokens=4, stream=True)
+    world.ask(request, "r", peer=b"one")
+    worker.read_all()
+    worker.step()
+    worker.step()
+    world.ask(request, "r", peer=b"two")
+    assert [c.tokens for c in world.chunks("r", b"two")] == [tuple(t for c in world.chunks("r", b"one") for t in c.tokens)]
+    world.handle(ClientGone(b"one"))
+    world.ask(request, "r", peer=b"three")
+    world.run()
+    got = world.result("r", b"two")
+    for peer in (b"two", b"three"):
+        assert world.result("r", peer).tokens == got.tokens == tuple(t for c in world.chunks("r", peer) for t in c.tokens)
+    assert got.attempts == 1 and world.stats.fleet[0].jobs_done == 1
+
+
+def test_asked_again_in_flight_on_the_same_connection(world):
+    worker = world.hello()
+    request = Generate(text="a", max_tokens=4)
+    digest = b"d" * 16
+    world.asked[b"c", b"r"] = 1
+    world.handle(Received((b"c", b"1", b""), b"r", request, False, False, digest))
+    worker.read_all()
+    world.handle(Received((b"c", b"2", b""), b"r", request, False, False, digest))
+    world.run()
+    (sent,) = [r for r in world.replies if r.request_id == b"r"]
+    assert sent.route == (b"c", b"2", b"") and sent.reply.ok  # to the envelope of the later message, once
+    world.asked[b"c", b"s"] = 2
+    world.handle(Received((b"c",), b"s", request, False, False, digest))
+    world.handle(Received((b"c",), b"s", Generate(text="b"), False, False, b"e" * 16))
+    assert world.error("s").code == "bad_request" and world.error("s").path == "id"
+
+
+def test_a_repeated_create_in_flight_is_created_for_both(world):
+    world.hello()
+    request = ContextCreate(text="abc", name="n")
+    world.ask(request, "r", peer=b"one")
+    world.ask(request, "r", peer=b"two")
+    world.run()
+    assert world.result("r", b"one").created and world.result("r", b"two") == world.result("r", b"one")
+
+
+def test_a_context_that_is_gone_is_made_again(world):
+    world.hello()
+    request = ContextCreate(text="abc", name="n")
+    world.ask(request, "r")
+    world.run()
+    world.ask(request, "r")
+    assert world.result("r").created and world.stats.replies_replayed == 1
+    drop = ContextDrop(context="n")
+    world.ask(drop, "d")
+    world.ask(drop, "d")
+    assert world.result("d").id == world.result("r").context.id
+    world.ask(request, "r")
+    world.run()
+    assert world.stats.contexts == 1 and world.stats.replies_replayed == 2
+
+
+def test_refusals_are_not_remembered(world_of):
+    world = world_of(queue=1)
+    world.ask(Generate(text="a", max_tokens=1), "first")
+    request = Generate(text="b", max_tokens=1)
+    world.ask(request, "r")
+    assert world.error("r").code == "busy"
+    world.hello()
+    world.run()
+    world.ask(request, "r")
+    world.run()
+    assert world.result("r").finish_reason == "length"
+
+
+def test_one_that_is_being_cancelled_is_not_joined(world):
+    worker = world.hello()
+    request = Generate(text="a", max_tokens=4, sampling=Sampling(seed=1))
+    world.ask(request, "r", peer=b"one")
+    worker.read_all()
+    world.ask(Cancel(id="r"), "x", peer=b"one")
+    world.ask(request, "r", peer=b"two")
+    world.run()
+    assert world.result("r", b"one").finish_reason == "cancelled" and world.result("r", b"two").finish_reason == "length"
+
+
+def test_answers_are_forgotten_in_time(world):
+    worker = world.hello()
+    request = Generate(text="a", max_tokens=1)
+    world.ask(request, "r")
+    world.run()
+    world.now += 59
+    world.handle(Tick())
+    world.ask(request, "r")
+    assert n_assigned(worker) == 0
+    world.now += 1
+    world.handle(Tick())
+    assert len(world.machine.books.remembered) == 0
+    world.ask(request, "r")
+    assert n_assigned(worker) == 1
+    world.run()
+
+
+def test_what_is_remembered_is_bounded():
+    reply = Reply(ok=True, result=CancelResult(found=True))
+    memory = Remembered(seconds=10, replies=3, n_bytes=1 << 20)
+    for i in range(5):
+        memory.keep(("s", b"%d" % i, b""), reply, i)
+        memory.validate()
+    assert [memory.find(("s", b"%d" % i, b""), 5) is not None for i in range(5)] == [False, False, True, True, True]
+    assert memory.find(("s", b"2", b""), 12) is None and len(memory) == 2
+    size = memory.n_bytes // 2
+    small = Remembered(seconds=10, replies=100, n_bytes=3 * size)
+    for i in range(5):
+        small.keep(("s", b"%d" % i, b""), reply, 0)
+        small.validate()
+    assert len(small) == 3
+    tiny = Remembered(seconds=10, replies=100, n_bytes=size - 1)
+    tiny.keep(("s", b"x", b""), reply, 0)
+    assert len(tiny) == 0 and tiny.n_bytes == 0
+
+
+def test_stats_are_never_from_memory(world):
+    world.ask(Stats(), "s")
+    world.ask(Stats(), "s")
+    assert world.result("s").requests == {"stats": 2}
