@@ -2,7 +2,7 @@
 
     python -m bench.health [--quick] [--workers 2] [--clients 8]
 
-Health: `stats` and `info` from a client of their own, one after the other, while more clients than there are workers have long
+Health: `stats` and `info` from a process of their own, one after the other, while more clients than there are workers have long
 answers generated behind fresh prompts, so that every worker prefills and decodes all the time, and two have texts of most of a
 megabyte tokenised. A worker's death: it is killed in the middle of a stream; the longest wait for the next chunk, beside what a
 prefill of the same suffix takes. (Another worker says everything again up to there, so the wait grows with what had been said.)
@@ -13,12 +13,14 @@ again. That answers are right and complete is checked; no time is.
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -30,7 +32,6 @@ from bench.harness import (
     finish,
     machine_facts,
     run,
-    show_progress,
 )
 from geist_pool import observe
 from geist_pool.client import Client
@@ -45,6 +46,7 @@ BIG_TEXT = CONTEXT_TEXT * 250
 SUFFIX = '\n\nAsked what she thinks of it all, Hesper says: "If I had wanted a quiet life,'
 ANSWER = 200  # tokens of a stream in whose middle a worker dies
 GRACE_S = 60.0
+PAUSE_S = 0.005
 
 
 class Load:
@@ -113,34 +115,38 @@ def at(samples: tuple[float, ...], q: float) -> float:
     return sorted(samples)[min(len(samples) - 1, int(q * len(samples)))]
 
 
-def measure_health(pool: Supervisor, args: Any, book: Book) -> tuple[list[Check], dict[str, Any]]:
-    asked = QUICK_ASKED if args.quick else ASKED
-    idle: list[float] = []
-    taken: dict[str, list[float]] = {"stats, loaded": [], "info, loaded": []}
+def ask(address: str, n: int, pause_s: float) -> tuple[dict[str, list[float]], list[int]]:
+    """Seconds of each `stats` and `info`, and how many workers were busy each time. It runs in a process of its own: the threads
+    of the load would keep the interpreter's lock from it, and that would be measured."""
+    taken: dict[str, list[float]] = {"stats": [], "info": []}
     busy: list[int] = []
-    with Client(pool.config.address, timeout=None) as client:
-        for _ in range(asked):
-            idle.append(seconds_of(client.stats))
-        with Load(pool.config.address, args.clients) as load:
+    with Client(address, timeout=None) as client:
+        for _ in range(n):
+            taken["stats"].append(seconds_of(lambda: busy.append(client.stats().workers_busy)))
+            taken["info"].append(seconds_of(client.info))
+            time.sleep(pause_s)  # else the questions themselves would be the load
+    return taken, busy
+
+
+def measure_health(pool: Supervisor, args: Any, book: Book) -> tuple[list[Check], dict[str, Any]]:
+    asked, address = QUICK_ASKED if args.quick else ASKED, pool.config.address
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as other:
+        idle, _ = other.submit(ask, address, asked, 0.0).result()
+        with Load(address, args.clients) as load:
             until(lambda: load.requests >= args.clients and load.tokenised > 0)
-            progress = show_progress("health under load")
-            for i in range(asked):
-                taken["stats, loaded"].append(seconds_of(lambda: busy.append(client.stats().workers_busy)))
-                taken["info, loaded"].append(seconds_of(client.info))
-                time.sleep(0.005)  # else the questions themselves would be the load
-                progress(i + 1, asked)
-    samples = {"stats, idle": idle, **taken}
+            loaded, busy = other.submit(ask, address, asked, PAUSE_S).result()
+    samples = {f"{what}, {how}": taken[what] for how, taken in (("idle", idle), ("loaded", loaded)) for what in taken}
     book.add("health", samples, {name: {} for name in samples})
-    loaded = tuple(taken["stats, loaded"] + taken["info, loaded"])
+    times = tuple(loaded["stats"] + loaded["info"])
     full = sum(n == pool.config.workers for n in busy)
     checks = [
         Check(what="every request of the load was answered", n=load.requests, failed=len(load.errors)),
         Check(what="all workers were busy nine times out of ten", n=1, failed=int(full < 0.9 * len(busy))),
     ]
     facts = {
-        "health_p50_ms": 1e3 * at(loaded, 0.5),
-        "health_p99_ms": 1e3 * at(loaded, 0.99),
-        "health_most_ms": 1e3 * max(loaded),
+        "health_p50_ms": 1e3 * at(times, 0.5),
+        "health_p99_ms": 1e3 * at(times, 0.99),
+        "health_most_ms": 1e3 * max(times),
         "load_requests": load.requests,
         "load_tokens_generated": load.tokens,
         "load_texts_tokenised": load.tokenised,

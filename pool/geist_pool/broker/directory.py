@@ -199,6 +199,8 @@ class Directory:
         self._content.setdefault(entry.space, ContentIndex()).add(entry.tokens, entry.id)
         self._touch(entry, now)
         self._will_expire(entry)
+        if entry.envelope.name is not None:
+            self.rebound = True  # who wanted it called so may be gone by now: that it is not called so must be known, too
 
     def abandon(self, entry: Entry) -> None:
         """The grant comes to nothing; its objects go."""

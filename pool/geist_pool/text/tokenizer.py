@@ -197,20 +197,22 @@ class Tokenizer:
         taken from behind the last added token (nothing merges across one) and from the first whole character on. The join is
         "clean" if the ids of that text and of `right`, made apart, equal those of both together, else "split". Where the left
         ends inside a character no text merges with it: "clean"."""
+        if not left_ids or not right or self._surely_cut(self.piece(left_ids[-1])[-1:], right[0]):
+            return "clean"
         text = self._mergeable_text(left_ids)
-        if not text or not right or self._surely_cut(text[-1], right[0]):
+        if not text:
             return "clean"
         apart = [*self._left(text, special), *(self.encode(right, special=special) if right_ids is None else right_ids)]
         return "clean" if self.encode(text + right, special=special) == apart else "split"
 
-    def _surely_cut(self, left: str, right: str) -> bool:
-        """Whether the pre-tokenizer always cuts between these two characters, so that nothing needs to be tried.
+    def _surely_cut(self, left: bytes, right: str) -> bool:
+        """Whether the pre-tokenizer always cuts between this last byte and this first character, so that nothing needs trying.
 
         No piece has white space behind anything else, but for line ends behind punctuation outside GPT-2's own regex.
         """
-        if self._spaced or left.isspace() or right not in " \t\r\n":
+        if right not in " \t\r\n" or self._spaced or not left.isascii() or left.isspace() or not left:
             return False
-        return right == " " or self.vocabulary.pre in _GPT2 or (left.isascii() and left.isalnum())
+        return right == " " or self.vocabulary.pre in _GPT2 or left.isalnum()
 
     def _left_ids(self, text: str, special: bool) -> tuple[int, ...]:
         return tuple(self.encode(text, special=special))

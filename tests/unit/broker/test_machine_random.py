@@ -203,7 +203,7 @@ class Player:
             old.handle(Tick())
         called = bindings_in(old)
         self.world = self.world_of(seed=self.rng.getrandbits(32), adopt=old.scan(), **self.options)
-        for name in ("shm", "sealed", "known", "files", "now"):
+        for name in ("shm", "sealed", "known", "files", "bindings", "now"):
             setattr(self.world, name, getattr(old, name))
         self.world.auto_text = False
         self.asked.clear()
@@ -324,7 +324,7 @@ def test_random_events(world_of, options):
     for seed in range(first, first + n):
         print(f"GEIST_POOL_SIMULATE_SEED={seed}")
         checked += simulate(world_of, seed, LENGTH, options)
-    assert checked > 5 * n
+    assert given or checked > 5 * n  # one seed alone may end early
 
 
 def test_the_simulation_covers_what_it_claims(world_of):
