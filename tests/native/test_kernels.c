@@ -498,29 +498,36 @@ struct matrix {
     uint8_t *memory; /* owns */
 };
 
-static struct matrix matrix_make(int pack, size_t n_rows, size_t n_blocks, enum kind kind)
+static struct matrix matrix_make(enum gst_pack pack, size_t n_rows, size_t n_blocks, enum kind kind)
 {
-    size_t n_tiles = (n_rows + 15) / 16, quant_bytes = n_blocks * (pack == GST_PACK_Q8_0 ? 512 : 256);
-    size_t tile_bytes = (quant_bytes + n_blocks * (pack == GST_PACK_Q4_1 ? 64 : 32) + 63) / 64 * 64;
+    struct gst_tile_parts parts = gst_pack_parts(pack, n_blocks);
+    size_t n_tiles = (n_rows + 15) / 16, tile_bytes = (parts.end + 63) / 64 * 64;
     struct matrix m = {.memory = aligned_alloc(64, n_tiles * tile_bytes)};
     if (m.memory == NULL)
         exit(1);
     for (size_t i = 0; i < n_tiles * tile_bytes; i++)
         m.memory[i] = random_below(8) == 0 ? (uint8_t)(random_bits() & 1 ? 0 : 255) : (uint8_t)random_bits();
     for (size_t tile = 0; tile < n_tiles; tile++) {
-        for (size_t i = quant_bytes; i < tile_bytes; i += 2) {
+        for (size_t i = parts.scales; i < parts.factors; i += 2) {
             uint16_t h = kind == PLAIN ? half_of(plain()) : (uint16_t)random_bits();
             if ((h & 0x7c00) == 0x7c00 && kind != BROKEN)
                 h ^= 0x4000;
             memcpy(m.memory + tile * tile_bytes + i, &h, 2);
+        }
+        /* Six bits; of the int8 scales of Q6_K the lowest there is, whose products are the largest, among any others. */
+        for (size_t i = parts.factors; i < parts.end; i++) {
+            uint8_t *factor = m.memory + tile * tile_bytes + i;
+            *factor = pack != GST_PACK_Q6_K ? *factor & 63 : random_below(4) ? *factor : 0x80;
         }
     }
     m.packed = (struct gst_packed){m.memory, tile_bytes, n_rows, 32 * n_blocks};
     return m;
 }
 
-static void test_matmul_of(int pack, size_t n_rows, size_t n_blocks, size_t n_tokens, enum kind kind)
+static void test_matmul_of(enum gst_pack pack, size_t n_rows, size_t n_blocks, size_t n_tokens, enum kind kind)
 {
+    size_t group = gst_pack_group(pack);
+    n_blocks = (n_blocks + group - 1) / group * group;
     struct matrix w = matrix_make(pack, n_rows, n_blocks, kind);
     size_t n_cols = 32 * n_blocks, n_tiles = (n_rows + 15) / 16, y_stride = n_rows + random_below(3);
     int8_t *q = owned(n_tokens * n_cols);
@@ -561,7 +568,7 @@ static void test_matmul_of(int pack, size_t n_rows, size_t n_blocks, size_t n_to
 
 static void test_matmul(void)
 {
-    for (int pack = 0; pack < GST_PACK_COUNT; pack++) {
+    for (enum gst_pack pack = 0; pack < GST_PACK_COUNT; pack++) {
         for (size_t n_tokens = 1; n_tokens <= 40; n_tokens++)
             test_matmul_of(pack, 1 + random_below(50), 1 + random_below(9), n_tokens, (enum kind)(n_tokens % N_KINDS));
         for (size_t n_rows = 1; n_rows <= 49; n_rows++)
@@ -579,9 +586,10 @@ static void test_matmul(void)
  * blocks rounds: n_blocks + 1 roundings of terms bounded by the sum of magnitudes. */
 static void test_matmul_value(void)
 {
-    enum { ROWS = 21, BLOCKS = 5, COLS = 32 * BLOCKS };
-    for (int pack = 0; pack < GST_PACK_COUNT; pack++) {
+    enum { ROWS = 21, BLOCKS = 8, COLS = 32 * BLOCKS };
+    for (enum gst_pack pack = 0; pack < GST_PACK_COUNT; pack++) {
         struct matrix w = matrix_make(pack, ROWS, BLOCKS, PLAIN);
+        struct gst_tile_parts parts = gst_pack_parts(pack, BLOCKS);
         float *x = input_make(COLS, PLAIN), scale[BLOCKS], y[ROWS];
         int8_t q[COLS];
         int32_t sum[BLOCKS];
@@ -589,25 +597,52 @@ static void test_matmul_value(void)
         struct gst_qact a = {q, scale, sum};
         tier->matmul[pack](&w.packed, 0, 2, &a, 1, y, ROWS);
         for (size_t r = 0; r < ROWS; r++) {
-            size_t block_bytes = pack == GST_PACK_Q8_0 ? 512 : 256;
             const uint8_t *tile = w.memory + r / 16 * w.packed.tile_bytes;
             double exact = 0, magnitude = 0;
             for (size_t k = 0; k < COLS; k++) {
                 size_t b = k / 32, i = k % 32;
-                uint16_t h[2];
-                memcpy(&h[0], tile + BLOCKS * block_bytes + (b * 16 + r % 16) * 2, 2);
-                if (pack == GST_PACK_Q4_1)
-                    memcpy(&h[1], tile + BLOCKS * (block_bytes + 32) + (b * 16 + r % 16) * 2, 2);
-                size_t byte = b * block_bytes + ((pack == GST_PACK_Q8_0 ? i / 4 : i / 4 % 4) * 16 + r % 16) * 4 + i % 4;
-                int nibble = i < 16 ? tile[byte] & 15 : tile[byte] >> 4;
-                double value = pack == GST_PACK_Q8_0   ? (double)(tile[byte] - 128) * (double)gst_f16_to_f32(h[0])
-                               : pack == GST_PACK_Q4_0 ? (double)(nibble - 8) * (double)gst_f16_to_f32(h[0])
-                                                       : (double)nibble * (double)gst_f16_to_f32(h[0]) + (double)gst_f16_to_f32(h[1]);
+                size_t at = 2 * (b / gst_pack_group(pack) * 16 + r % 16), low = (i / 4 % 4 * 16 + r % 16) * 4 + i % 4;
+                const uint8_t *block = tile + b * gst_pack_quant_bytes(pack), *factors = tile + parts.factors + 32 * b + r % 16;
+                uint16_t h[2] = {0, 0};
+                memcpy(&h[0], tile + parts.scales + at, 2);
+                if (gst_pack_has_minimum(pack))
+                    memcpy(&h[1], tile + parts.minimums + at, 2);
+                double d = (double)gst_f16_to_f32(h[0]), m = (double)gst_f16_to_f32(h[1]), value = 0;
+                int nibble = i < 16 ? block[low] & 15 : block[low] >> 4;
+                int fifth = nibble + (block[256 + low % 64] >> i / 4 & 1) * 16;
+                int sixth = nibble + (block[256 + i / 16 * 64 + low % 64] >> i / 4 % 4 * 2 & 3) * 16;
+                low = (i / 4 * 16 + r % 16) * 4 + i % 4;
+                switch (pack) {
+                case GST_PACK_Q8_0:
+                    value = d * (block[low] - 128);
+                    break;
+                case GST_PACK_Q4_0:
+                    value = d * (nibble - 8);
+                    break;
+                case GST_PACK_Q4_1:
+                    value = d * nibble + m;
+                    break;
+                case GST_PACK_Q5_0:
+                    value = d * (fifth - 16);
+                    break;
+                case GST_PACK_Q5_1:
+                    value = d * fifth + m;
+                    break;
+                case GST_PACK_Q4_K:
+                    value = d * factors[0] * nibble - m * factors[16];
+                    break;
+                case GST_PACK_Q5_K:
+                    value = d * factors[0] * fifth - m * factors[16];
+                    break;
+                default:
+                    value = d * (int8_t)factors[i / 16 * 16] * (sixth - 32);
+                }
                 exact += value * (double)q[k] * (double)scale[b];
                 magnitude += fabs(value * (double)q[k] * (double)scale[b]);
             }
-            /* Q4_1 splits a value in two terms that may cancel: their magnitude is up to 15 d + m per value. */
-            double bound = (2 * BLOCKS + 2) * (magnitude + (pack == GST_PACK_Q4_1 ? COLS * 16 : 0)) * 0x1p-24;
+            /* Types with a minimum split a value in two terms that may cancel: up to 31 d + m a value, in K types 63 times that. */
+            double split = gst_pack_has_minimum(pack) ? COLS * 32.0 * (gst_pack_group(pack) > 1 ? 63 : 1) : 0;
+            double bound = (2 * BLOCKS + 2) * (magnitude + split) * 0x1p-24;
             CHECK(fabs((double)y[r] - exact) <= bound);
         }
         free(w.memory), free(x);

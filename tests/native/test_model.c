@@ -366,7 +366,7 @@ static void test_tensors(void)
             bool may = !strcmp(name, "output.weight") || !strcmp(name, "rope_freqs.weight");
             struct edit edit = {.tensor = name, .drop = true, .type = -1};
             struct edit shape = {.tensor = name, .n_dims = 2, .type = -1};
-            struct edit type = {.tensor = name, .type = 12}; /* Q4_K */
+            struct edit type = {.tensor = name, .type = 11}; /* Q3_K */
 
             if (!strncmp(name, "blk.", 4) && strncmp(name, "blk.0.", 6) && strncmp(name, "blk.3.", 6))
                 continue; /* the others are like these two */
@@ -386,19 +386,24 @@ static void test_tensors(void)
         geist_gguf_close(g);
     }
 
-    /* Types: floats must be F32, matrices any of six. */
+    /* Types: floats must be F32, matrices any of eleven. */
     edited_at("qwen3-tiny", &(struct edit){.tensor = "output_norm.weight", .type = GGML_F16}, GEIST_E_UNSUPPORTED,
               "output_norm.weight: type F16", __LINE__);
     edited_at("qwen35-tiny", &(struct edit){.tensor = "blk.0.ssm_conv1d.weight", .type = GGML_BF16}, GEIST_E_UNSUPPORTED,
               "blk.0.ssm_conv1d.weight: type BF16", __LINE__);
-    edited_at("qwen3-tiny", &(struct edit){.tensor = "blk.1.ffn_up.weight", .type = 6}, GEIST_E_UNSUPPORTED,
-              "blk.1.ffn_up.weight: type Q5_0", __LINE__);
+    edited_at("qwen3-tiny", &(struct edit){.tensor = "blk.1.ffn_up.weight", .type = 20}, GEIST_E_UNSUPPORTED,
+              "blk.1.ffn_up.weight: type IQ4_NL", __LINE__);
     edited_at("qwen3-tiny", &(struct edit){.tensor = "blk.1.ffn_up.weight", .type = 77}, GEIST_E_UNSUPPORTED,
               "blk.1.ffn_up.weight: type ?77", __LINE__);
-    for (size_t k = 0; k < 6; k++)
+    for (size_t k = 0; k < 8; k++)
         edited_at("qwen35-tiny",
                   &(struct edit){.tensor = k % 2 ? "blk.0.attn_qkv.weight" : "token_embd.weight",
-                                 .type = (int[]){GGML_F32, GGML_F16, GGML_BF16, GGML_Q8_0, GGML_Q4_0, GGML_Q4_1}[k]},
+                                 .type = (int[]){GGML_F32, GGML_F16, GGML_BF16, GGML_Q8_0, GGML_Q4_0, GGML_Q4_1, GGML_Q5_0, GGML_Q5_1}[k]},
+                  GEIST_OK, NULL, __LINE__);
+    for (size_t k = 0; k < 3; k++)
+        edited_at("qwen35-kq",
+                  &(struct edit){.tensor = k % 2 ? "blk.0.attn_qkv.weight" : "token_embd.weight",
+                                 .type = (int[]){GGML_Q4_K, GGML_Q5_K, GGML_Q6_K}[k]},
                   GEIST_OK, NULL, __LINE__);
     edited_at("qwen3-tiny", &(struct edit){.tensor = "blk.0.ffn_up.weight", .n_dims = 3, .dims = {64, 80, 2, 1}, .type = -1},
               GEIST_E_FORMAT, "blk.0.ffn_up.weight: shape [64, 160] expected, [64, 80, 2, 1] found", __LINE__);

@@ -72,8 +72,8 @@ static void matrix(struct binder *b, const char *name, size_t n_rows, size_t n_c
     out->packed.n_rows = n_rows;
     out->packed.n_cols = n_cols;
     if (!out->type || !out->type->supported)
-        FAIL(b, GEIST_E_UNSUPPORTED, "tensor %s: type %s; F32, F16, BF16, Q8_0, Q4_0 and Q4_1 are supported", name,
-             gguf_tensor_type_name(t));
+        FAIL(b, GEIST_E_UNSUPPORTED, "tensor %s: type %s; F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K and Q6_K are supported",
+             name, gguf_tensor_type_name(t));
 }
 
 static const float *layer_floats(struct binder *b, uint32_t i, const char *part, uint64_t n)
