@@ -218,9 +218,9 @@ static void test_rows_of(size_t n, enum kind kind)
     /* y apart from x (alias 0), y = x (1), y = gate (2) */
     for (int alias = 0; alias < 3; alias++) {
         struct output rms = output_make(4 * n), l2 = output_make(4 * n), sum = output_make(4 * n), silu = output_make(4 * n),
-                      gated = output_make(4 * n), inverse = output_make(4 * n);
+                      gelu = output_make(4 * n), gated = output_make(4 * n), inverse = output_make(4 * n);
         output_set(&rms, x), output_set(&l2, x), output_set(&sum, w), output_set(&inverse, x);
-        output_set(&silu, alias == 2 ? w : x), output_set(&gated, alias == 2 ? w : x);
+        output_set(&silu, alias == 2 ? w : x), output_set(&gelu, alias == 2 ? w : x), output_set(&gated, alias == 2 ? w : x);
         for (int side = 0; side < SIDES; side++) {
             const struct gst_kernels *k = side_kernels(side);
             float *y = output_at(&rms, side);
@@ -232,6 +232,8 @@ static void test_rows_of(size_t n, enum kind kind)
             k->add(x, n, output_at(&sum, side));
             y = output_at(&silu, side);
             k->silu_mul(alias == 2 ? y : w, alias == 1 ? y : x, n, y);
+            y = output_at(&gelu, side);
+            k->gelu_mul(alias == 2 ? y : w, alias == 1 ? y : x, n, y);
             y = output_at(&gated, side);
             k->sigmoid_mul(alias == 2 ? y : w, alias == 1 ? y : x, n, y);
         }
@@ -240,6 +242,7 @@ static void test_rows_of(size_t n, enum kind kind)
         CHECK(output_agrees(&inverse, FLOATS));
         CHECK(output_agrees(&sum, FLOATS));
         CHECK(output_agrees(&silu, FLOATS));
+        CHECK(output_agrees(&gelu, FLOATS));
         CHECK(output_agrees(&gated, FLOATS));
     }
 
@@ -446,6 +449,37 @@ static void test_exp(void)
         CHECK(bits_of(got[6]) == 0 && got[7] == INFINITY && bits_of(got[8]) == 0 && got[9] == INFINITY);
         side_kernels(side)->exp(&nan, 1, got);
         CHECK(isnan(got[0]));
+    }
+}
+
+/* GELU against its tanh form in double, -6 .. 6. Tolerance: u is rounded three times, which exp turns into u times as much; exp is within 2
+ * ulp, sum and quotient round once each. Beyond, where exp ends, 0 or the argument. */
+static void test_gelu(void)
+{
+    enum { N = 4096 };
+    static float t[N], ones[N], y[SIDES][N];
+    double worst = 0;
+    for (size_t i = 0; i < N; i++) {
+        t[i] = -6.0f + 12.0f * ((float)i + 0.5f) / N;
+        ones[i] = 1.0f;
+    }
+    for (int side = 0; side < SIDES; side++)
+        side_kernels(side)->gelu_mul(t, ones, N, y[side]);
+    CHECK(same_floats(y[0], y[1], N));
+    for (size_t i = 0; i < N; i++) {
+        double x = (double)t[i], half_u = sqrt(2 / acos(-1.0)) * (x + 0.044715 * x * x * x), exact = 0.5 * x * (1 + tanh(half_u));
+        double error = fabs((double)y[0][i] / exact - 1) / ((6 + 3 * fabs(2 * half_u)) * 0x1p-24);
+        worst = error > worst ? error : worst;
+    }
+    printf("gelu: largest error %.2f of its bound\n", worst);
+    CHECK(worst <= 1);
+
+    static const float at[] = {0.0f, -0.0f, 30.0f, -30.0f, FLT_MAX, -FLT_MAX, 1e-30f};
+    float got[7];
+    for (int side = 0; side < SIDES; side++) {
+        side_kernels(side)->gelu_mul(at, ones, 7, got);
+        CHECK(bits_of(got[0]) == 0 && bits_of(got[1]) == 0x80000000u && got[2] == 30.0f && got[3] == 0.0f && got[4] == FLT_MAX &&
+              got[5] == 0.0f && got[6] == 0.5e-30f);
     }
 }
 
@@ -823,6 +857,7 @@ static void test_tier(const struct gst_kernels *kernels)
     test_rope();
     test_f16();
     test_exp();
+    test_gelu();
     test_quantize();
     test_matmul();
     test_matmul_value();

@@ -148,7 +148,9 @@ struct gst_kernels {
     void (*l2_norm)(const float *x, size_t n, float eps, float scale, float *y);
     void (*add)(const float *x, size_t n, float *y); /* y[i] = y[i] + x[i] */
     /* sigmoid(t) = 1 / (1 + exp(-t)); silu(t) = t / (1 + exp(-t)) */
-    void (*silu_mul)(const float *gate, const float *x, size_t n, float *y);    /* y[i] = silu(gate[i]) * x[i]; y may be x or gate */
+    void (*silu_mul)(const float *gate, const float *x, size_t n, float *y); /* y[i] = silu(gate[i]) * x[i]; y may be x or gate */
+    /* gelu(t) = t / (1 + exp(-u)), u = t * fma(c3, t * t, c1): 0.5 t (1 + tanh(u / 2)), the tanh form. c1, c3 in kernels/exp.h. */
+    void (*gelu_mul)(const float *gate, const float *x, size_t n, float *y);    /* y[i] = gelu(gate[i]) * x[i]; y may be x or gate */
     void (*sigmoid_mul)(const float *gate, const float *x, size_t n, float *y); /* y[i] = x[i] * sigmoid(gate[i]); y may be x or gate */
     void (*sigmoid)(const float *x, size_t n, float *y);
     void (*exp)(const float *x, size_t n, float *y); /* within 2 ulp; 0 below -87.3, infinity above 88.7; NaN stays NaN */
@@ -165,7 +167,8 @@ struct gst_kernels {
     int (*all_finite)(const float *x, size_t n);
 
     /* Online softmax over one KV block, one query row and head. k, v: [n_live.., dim] rows of `kv_type` (GST_F16 or GST_F32), row stride
-     * dim. Only positions 0 .. n_live-1 are read, 1 <= n_live <= 64.
+     * dim, from the block's first live position on (behind its first one where a sliding window begins inside the block). Only rows
+     * 0 .. n_live-1 are read, 1 <= n_live <= 64; lanes count from row 0.
      *   s_j = (16-lane sum of q*k_j) * scale
      *   m' = max(m, s_0 .. s_{n-1});  c = exp(m - m');  p_j = exp(s_j - m')
      *   l = fma(l, c, 16-lane sum of p_j)

@@ -62,6 +62,12 @@ static float silu_f32(float t)
     return t / (1.0f + exp_f32(-t));
 }
 
+static float gelu_f32(float t)
+{
+    float u = t * fma_f32(GELU_C3, t * t, GELU_C1);
+    return t / (1.0f + exp_f32(-u));
+}
+
 /* The tree that ends a 16-lane sum. */
 static float lanes_total(float lane[LANES])
 {
@@ -246,6 +252,12 @@ static void silu_mul(const float *gate, const float *x, size_t n, float *y)
         y[i] = silu_f32(gate[i]) * x[i];
 }
 
+static void gelu_mul(const float *gate, const float *x, size_t n, float *y)
+{
+    for (size_t i = 0; i < n; i++)
+        y[i] = gelu_f32(gate[i]) * x[i];
+}
+
 static void sigmoid_mul(const float *gate, const float *x, size_t n, float *y)
 {
     for (size_t i = 0; i < n; i++)
@@ -428,6 +440,7 @@ const struct gst_kernels gst_kernels_scalar = {
     .l2_norm = l2_norm,
     .add = add,
     .silu_mul = silu_mul,
+    .gelu_mul = gelu_mul,
     .sigmoid_mul = sigmoid_mul,
     .sigmoid = sigmoid_row,
     .exp = exp_row,
