@@ -115,7 +115,7 @@ def demo(config: PoolConfig, workers: int | None, model: str | None) -> None:
 def pull(config: PoolConfig, name: str) -> None:
     """Fetch a model into the cache and print its path.
 
-    NAME is one of: smollm2.
+    NAME is one of: smollm2, gemma3-270m (under the Gemma Terms of Use).
     """
     click.echo(str(terminal.pull(name, Path(config.cache_dir))))
 

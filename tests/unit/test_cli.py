@@ -123,6 +123,9 @@ def test_pull_prints_the_path(gp: Callable[..., Outcome], monkeypatch: pytest.Mo
     monkeypatch.setattr(models, "pull", lambda name, cache, progress: cache / "models" / f"{name}.gguf")
     code, out, _ = gp("--cache-dir", str(tmp_path), "pull", "smollm2")
     assert (code, out) == (0, f"{tmp_path}/models/smollm2.gguf\n")
+    code, out, err = gp("--cache-dir", str(tmp_path), "pull", "gemma3-270m")
+    assert (code, out) == (0, f"{tmp_path}/models/gemma3-270m.gguf\n")
+    assert "Gemma Terms of Use" in err  # before anything is fetched
 
 
 @pytest.mark.parametrize("platform", ["darwin", "win32"])
