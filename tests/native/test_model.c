@@ -363,6 +363,48 @@ static void test_windows(void)
     w_free(&w);
 }
 
+/* Linear scaling is of global layers only; 62 layers are the 27B model, whose scores are scaled by its width over its heads. */
+static void test_gemma3_scales(void)
+{
+    struct geist_gguf *g = fixture("gemma3-tiny", "f32"), *changed = NULL;
+    struct geist_model *m = model_of(g), *scaled = NULL;
+    struct writer value = {0}, w = {0};
+    struct edit edit = {.values = &value, .n_values = 2, .type = -1};
+    struct model_config c;
+    size_t half = m->config.n_rot / 2;
+    void *memory;
+
+    w_key_text(&value, "gemma3.rope.scaling.type", "linear");
+    w_key_f32(&value, "gemma3.rope.scaling.factor", 8);
+    w_edited(&w, g, &edit);
+    memory = w_aligned(w.bytes, w.n);
+    CHECK_STATUS(geist_gguf_open_memory(engine, memory, w.n, &changed), GEIST_OK);
+    scaled = model_of(changed);
+    for (size_t i = 0; i < half; i++)
+        CHECK(scaled->rope_freq[i] == m->rope_freq[i] / 8 && scaled->rope_freq[half + i] == m->rope_freq[half + i]);
+    geist_model_destroy(scaled);
+    geist_gguf_close(changed);
+    free(memory);
+    w_free(&w);
+    w_free(&value);
+
+    edit.n_values = 1;
+    edit.drop_key = "gemma3.block_count";
+    w_key_u32(&value, "gemma3.block_count", 62);
+    w_edited(&w, g, &edit);
+    memory = w_aligned(w.bytes, w.n);
+    CHECK_STATUS(geist_gguf_open_memory(engine, memory, w.n, &changed), GEIST_OK);
+    CHECK_STATUS(model_config_read(changed, &c), GEIST_OK);
+    CHECK(c.score_scale == 0.25f && m->config.score_scale == (float)(1 / sqrt(32))); /* 64 / 4 heads; heads of 32 */
+    CHECK(!c.local[59] && c.local[60] && c.local[61]);
+    geist_model_destroy(m);
+    geist_gguf_close(changed);
+    geist_gguf_close(g);
+    free(memory);
+    w_free(&w);
+    w_free(&value);
+}
+
 static void test_linear_scaling(void)
 {
     struct geist_gguf *g = fixture("llama-tiny", "f32"), *changed = NULL;
@@ -605,6 +647,7 @@ int main(int argc, char **argv)
     test_numbers();
     test_effects();
     test_windows();
+    test_gemma3_scales();
     test_linear_scaling();
     test_layer_kinds();
     test_tensors();
