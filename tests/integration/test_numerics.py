@@ -30,6 +30,10 @@ MODELS = (
     "qwen35-tiny-q8_0",
     "qwen35-tiny-gqa-f32",
     "qwen35-kq-q8_0",
+    "qwen35-kq-q4_k_m",
+    "qwen35-kq-q6_k",
+    "gemma3-tiny-f32",
+    "gemma3-tiny-q8_0",
 )
 
 

@@ -22,7 +22,7 @@ from geist_pool.engine import Engine, Model, Session, available_tiers
 from geist_pool.errors import ImageDamaged, ImageMismatch
 from geist_pool.protocol import Sampling
 
-MODELS = ("llama-tiny", "qwen3-tiny", "qwen35-tiny", "qwen35-tiny-gqa")
+MODELS = ("llama-tiny", "qwen3-tiny", "qwen35-tiny", "qwen35-tiny-gqa", "gemma3-tiny")
 SETTINGS = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 prompts = st.lists(st.integers(0, 496), min_size=1, max_size=180)

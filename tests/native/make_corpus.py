@@ -15,7 +15,7 @@ from pathlib import Path
 
 STRING, ARRAY = 8, 9
 SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-BLOCKS = {0: (1, 4), 8: (32, 34)}  # F32, Q8_0: all that the fixtures hold
+BLOCKS = {0: (1, 4), 8: (32, 34), 12: (256, 144), 14: (256, 210)}  # F32, Q8_0, Q4_K, Q6_K: all that the fixtures hold
 
 
 def parse(b: bytes) -> tuple[list[tuple[str, bytes]], list[tuple[str, list[int], int, int]], int, int]:
@@ -87,6 +87,7 @@ def edit(flags: int, cut: int = 0, *places: tuple[int, int, int]) -> bytes:
     return out + b"."
 
 
+SMALL = ("llama-tiny-q8_0", "llama3rope-tiny-q8_0", "qwen3-tiny-q8_0", "qwen35-tiny-mtp-q8_0", "gemma3-tiny-q8_0")
 RESTORES = {
     "sound": edit(0),
     "sound-with-areas": edit(8),
@@ -107,7 +108,7 @@ def main() -> None:
     for path in sorted(models.glob("*/*.gguf")):
         b = path.read_bytes()
         (corpus / "gguf" / f"{path.stem}-head").write_bytes(b[: parse(b)[3] + 64])
-        if path.stem in ("llama-tiny-q8_0", "llama3rope-tiny-q8_0", "qwen3-tiny-q8_0", "qwen35-tiny-mtp-q8_0"):
+        if path.stem in SMALL:
             (corpus / "gguf" / f"{path.stem}-small").write_bytes(small(b))
 
 

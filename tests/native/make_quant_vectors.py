@@ -8,19 +8,25 @@ float bits.
 """
 
 import numpy as np
-from gguf import GGMLQuantizationType, dequantize
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
 BLOCKS = 4
+K_BLOCKS = 2
 
 
 def block(rng: np.random.Generator, kind: GGMLQuantizationType) -> np.ndarray:
     def half() -> np.ndarray:
         return np.frombuffer(np.float16(rng.uniform(-1, 1) * 2.0 ** int(rng.integers(-24, 14))).tobytes(), np.uint8)
 
-    header = {"Q8_0": 1, "Q4_0": 1, "Q4_1": 2}.get(kind.name, 0)
-    size = 32 if kind.name == "Q8_0" else 16
+    def others(n: int) -> np.ndarray:
+        return rng.integers(0, 256, n, dtype=np.uint8)
+
+    header = {"Q8_0": 1, "Q4_0": 1, "Q4_1": 2, "Q5_0": 1, "Q5_1": 2, "Q4_K": 2, "Q5_K": 2}.get(kind.name, 0)
+    size = GGML_QUANT_SIZES[kind][1] - 2 * header
     if header:
-        return np.concatenate([half() for _ in range(header)] + [rng.integers(0, 256, size, dtype=np.uint8)])
+        return np.concatenate([half() for _ in range(header)] + [others(size)])
+    if kind.name == "Q6_K":
+        return np.concatenate([others(208), half()])
     if kind.name == "F16":
         return np.concatenate([half() for _ in range(32)])
     return np.frombuffer(
@@ -39,9 +45,9 @@ def main() -> None:
     print("/* quant_vectors.h - written by make_quant_vectors.py; values by the gguf package. */")
     print("#ifndef GEIST_QUANT_VECTORS_H\n#define GEIST_QUANT_VECTORS_H\n\n#include <stdint.h>\n")
     print("/* clang-format off */")
-    for name in ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1"):
+    for name in ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"):
         kind = GGMLQuantizationType[name]
-        raw = np.concatenate([block(rng, kind) for _ in range(BLOCKS)])
+        raw = np.concatenate([block(rng, kind) for _ in range(K_BLOCKS if name.endswith("_K") else BLOCKS)])
         if name == "Q8_0":
             raw[2] = 0x80  # -128, which quantisers rarely write
         values = dequantize(raw, kind).astype(np.float32).reshape(-1).view(np.uint32)

@@ -218,9 +218,9 @@ static void test_rows_of(size_t n, enum kind kind)
     /* y apart from x (alias 0), y = x (1), y = gate (2) */
     for (int alias = 0; alias < 3; alias++) {
         struct output rms = output_make(4 * n), l2 = output_make(4 * n), sum = output_make(4 * n), silu = output_make(4 * n),
-                      gated = output_make(4 * n), inverse = output_make(4 * n);
+                      gelu = output_make(4 * n), gated = output_make(4 * n), inverse = output_make(4 * n);
         output_set(&rms, x), output_set(&l2, x), output_set(&sum, w), output_set(&inverse, x);
-        output_set(&silu, alias == 2 ? w : x), output_set(&gated, alias == 2 ? w : x);
+        output_set(&silu, alias == 2 ? w : x), output_set(&gelu, alias == 2 ? w : x), output_set(&gated, alias == 2 ? w : x);
         for (int side = 0; side < SIDES; side++) {
             const struct gst_kernels *k = side_kernels(side);
             float *y = output_at(&rms, side);
@@ -232,6 +232,8 @@ static void test_rows_of(size_t n, enum kind kind)
             k->add(x, n, output_at(&sum, side));
             y = output_at(&silu, side);
             k->silu_mul(alias == 2 ? y : w, alias == 1 ? y : x, n, y);
+            y = output_at(&gelu, side);
+            k->gelu_mul(alias == 2 ? y : w, alias == 1 ? y : x, n, y);
             y = output_at(&gated, side);
             k->sigmoid_mul(alias == 2 ? y : w, alias == 1 ? y : x, n, y);
         }
@@ -240,6 +242,7 @@ static void test_rows_of(size_t n, enum kind kind)
         CHECK(output_agrees(&inverse, FLOATS));
         CHECK(output_agrees(&sum, FLOATS));
         CHECK(output_agrees(&silu, FLOATS));
+        CHECK(output_agrees(&gelu, FLOATS));
         CHECK(output_agrees(&gated, FLOATS));
     }
 
@@ -449,6 +452,37 @@ static void test_exp(void)
     }
 }
 
+/* GELU against its tanh form in double, -6 .. 6. Tolerance: u is rounded three times, which exp turns into u times as much; exp is within 2
+ * ulp, sum and quotient round once each. Beyond, where exp ends, 0 or the argument. */
+static void test_gelu(void)
+{
+    enum { N = 4096 };
+    static float t[N], ones[N], y[SIDES][N];
+    double worst = 0;
+    for (size_t i = 0; i < N; i++) {
+        t[i] = -6.0f + 12.0f * ((float)i + 0.5f) / N;
+        ones[i] = 1.0f;
+    }
+    for (int side = 0; side < SIDES; side++)
+        side_kernels(side)->gelu_mul(t, ones, N, y[side]);
+    CHECK(same_floats(y[0], y[1], N));
+    for (size_t i = 0; i < N; i++) {
+        double x = (double)t[i], half_u = sqrt(2 / acos(-1.0)) * (x + 0.044715 * x * x * x), exact = 0.5 * x * (1 + tanh(half_u));
+        double error = fabs((double)y[0][i] / exact - 1) / ((6 + 3 * fabs(2 * half_u)) * 0x1p-24);
+        worst = error > worst ? error : worst;
+    }
+    printf("gelu: largest error %.2f of its bound\n", worst);
+    CHECK(worst <= 1);
+
+    static const float at[] = {0.0f, -0.0f, 30.0f, -30.0f, FLT_MAX, -FLT_MAX, 1e-30f};
+    float got[7];
+    for (int side = 0; side < SIDES; side++) {
+        side_kernels(side)->gelu_mul(at, ones, 7, got);
+        CHECK(bits_of(got[0]) == 0 && bits_of(got[1]) == 0x80000000u && got[2] == 30.0f && got[3] == 0.0f && got[4] == FLT_MAX &&
+              got[5] == 0.0f && got[6] == 0.5e-30f);
+    }
+}
+
 /* ---- quantised products ---- */
 
 static void test_quantize(void)
@@ -498,29 +532,36 @@ struct matrix {
     uint8_t *memory; /* owns */
 };
 
-static struct matrix matrix_make(int pack, size_t n_rows, size_t n_blocks, enum kind kind)
+static struct matrix matrix_make(enum gst_pack pack, size_t n_rows, size_t n_blocks, enum kind kind)
 {
-    size_t n_tiles = (n_rows + 15) / 16, quant_bytes = n_blocks * (pack == GST_PACK_Q8_0 ? 512 : 256);
-    size_t tile_bytes = (quant_bytes + n_blocks * (pack == GST_PACK_Q4_1 ? 64 : 32) + 63) / 64 * 64;
+    struct gst_tile_parts parts = gst_pack_parts(pack, n_blocks);
+    size_t n_tiles = (n_rows + 15) / 16, tile_bytes = (parts.end + 63) / 64 * 64;
     struct matrix m = {.memory = aligned_alloc(64, n_tiles * tile_bytes)};
     if (m.memory == NULL)
         exit(1);
     for (size_t i = 0; i < n_tiles * tile_bytes; i++)
         m.memory[i] = random_below(8) == 0 ? (uint8_t)(random_bits() & 1 ? 0 : 255) : (uint8_t)random_bits();
     for (size_t tile = 0; tile < n_tiles; tile++) {
-        for (size_t i = quant_bytes; i < tile_bytes; i += 2) {
+        for (size_t i = parts.scales; i < parts.factors; i += 2) {
             uint16_t h = kind == PLAIN ? half_of(plain()) : (uint16_t)random_bits();
             if ((h & 0x7c00) == 0x7c00 && kind != BROKEN)
                 h ^= 0x4000;
             memcpy(m.memory + tile * tile_bytes + i, &h, 2);
+        }
+        /* Six bits; of the int8 scales of Q6_K the lowest there is, whose products are the largest, among any others. */
+        for (size_t i = parts.factors; i < parts.end; i++) {
+            uint8_t *factor = m.memory + tile * tile_bytes + i;
+            *factor = pack != GST_PACK_Q6_K ? *factor & 63 : random_below(4) ? *factor : 0x80;
         }
     }
     m.packed = (struct gst_packed){m.memory, tile_bytes, n_rows, 32 * n_blocks};
     return m;
 }
 
-static void test_matmul_of(int pack, size_t n_rows, size_t n_blocks, size_t n_tokens, enum kind kind)
+static void test_matmul_of(enum gst_pack pack, size_t n_rows, size_t n_blocks, size_t n_tokens, enum kind kind)
 {
+    size_t group = gst_pack_group(pack);
+    n_blocks = (n_blocks + group - 1) / group * group;
     struct matrix w = matrix_make(pack, n_rows, n_blocks, kind);
     size_t n_cols = 32 * n_blocks, n_tiles = (n_rows + 15) / 16, y_stride = n_rows + random_below(3);
     int8_t *q = owned(n_tokens * n_cols);
@@ -561,7 +602,7 @@ static void test_matmul_of(int pack, size_t n_rows, size_t n_blocks, size_t n_to
 
 static void test_matmul(void)
 {
-    for (int pack = 0; pack < GST_PACK_COUNT; pack++) {
+    for (enum gst_pack pack = 0; pack < GST_PACK_COUNT; pack++) {
         for (size_t n_tokens = 1; n_tokens <= 40; n_tokens++)
             test_matmul_of(pack, 1 + random_below(50), 1 + random_below(9), n_tokens, (enum kind)(n_tokens % N_KINDS));
         for (size_t n_rows = 1; n_rows <= 49; n_rows++)
@@ -579,9 +620,10 @@ static void test_matmul(void)
  * blocks rounds: n_blocks + 1 roundings of terms bounded by the sum of magnitudes. */
 static void test_matmul_value(void)
 {
-    enum { ROWS = 21, BLOCKS = 5, COLS = 32 * BLOCKS };
-    for (int pack = 0; pack < GST_PACK_COUNT; pack++) {
+    enum { ROWS = 21, BLOCKS = 8, COLS = 32 * BLOCKS };
+    for (enum gst_pack pack = 0; pack < GST_PACK_COUNT; pack++) {
         struct matrix w = matrix_make(pack, ROWS, BLOCKS, PLAIN);
+        struct gst_tile_parts parts = gst_pack_parts(pack, BLOCKS);
         float *x = input_make(COLS, PLAIN), scale[BLOCKS], y[ROWS];
         int8_t q[COLS];
         int32_t sum[BLOCKS];
@@ -589,25 +631,52 @@ static void test_matmul_value(void)
         struct gst_qact a = {q, scale, sum};
         tier->matmul[pack](&w.packed, 0, 2, &a, 1, y, ROWS);
         for (size_t r = 0; r < ROWS; r++) {
-            size_t block_bytes = pack == GST_PACK_Q8_0 ? 512 : 256;
             const uint8_t *tile = w.memory + r / 16 * w.packed.tile_bytes;
             double exact = 0, magnitude = 0;
             for (size_t k = 0; k < COLS; k++) {
                 size_t b = k / 32, i = k % 32;
-                uint16_t h[2];
-                memcpy(&h[0], tile + BLOCKS * block_bytes + (b * 16 + r % 16) * 2, 2);
-                if (pack == GST_PACK_Q4_1)
-                    memcpy(&h[1], tile + BLOCKS * (block_bytes + 32) + (b * 16 + r % 16) * 2, 2);
-                size_t byte = b * block_bytes + ((pack == GST_PACK_Q8_0 ? i / 4 : i / 4 % 4) * 16 + r % 16) * 4 + i % 4;
-                int nibble = i < 16 ? tile[byte] & 15 : tile[byte] >> 4;
-                double value = pack == GST_PACK_Q8_0   ? (double)(tile[byte] - 128) * (double)gst_f16_to_f32(h[0])
-                               : pack == GST_PACK_Q4_0 ? (double)(nibble - 8) * (double)gst_f16_to_f32(h[0])
-                                                       : (double)nibble * (double)gst_f16_to_f32(h[0]) + (double)gst_f16_to_f32(h[1]);
+                size_t at = 2 * (b / gst_pack_group(pack) * 16 + r % 16), low = (i / 4 % 4 * 16 + r % 16) * 4 + i % 4;
+                const uint8_t *block = tile + b * gst_pack_quant_bytes(pack), *factors = tile + parts.factors + 32 * b + r % 16;
+                uint16_t h[2] = {0, 0};
+                memcpy(&h[0], tile + parts.scales + at, 2);
+                if (gst_pack_has_minimum(pack))
+                    memcpy(&h[1], tile + parts.minimums + at, 2);
+                double d = (double)gst_f16_to_f32(h[0]), m = (double)gst_f16_to_f32(h[1]), value = 0;
+                int nibble = i < 16 ? block[low] & 15 : block[low] >> 4;
+                int fifth = nibble + (block[256 + low % 64] >> i / 4 & 1) * 16;
+                int sixth = nibble + (block[256 + i / 16 * 64 + low % 64] >> i / 4 % 4 * 2 & 3) * 16;
+                low = (i / 4 * 16 + r % 16) * 4 + i % 4;
+                switch (pack) {
+                case GST_PACK_Q8_0:
+                    value = d * (block[low] - 128);
+                    break;
+                case GST_PACK_Q4_0:
+                    value = d * (nibble - 8);
+                    break;
+                case GST_PACK_Q4_1:
+                    value = d * nibble + m;
+                    break;
+                case GST_PACK_Q5_0:
+                    value = d * (fifth - 16);
+                    break;
+                case GST_PACK_Q5_1:
+                    value = d * fifth + m;
+                    break;
+                case GST_PACK_Q4_K:
+                    value = d * factors[0] * nibble - m * factors[16];
+                    break;
+                case GST_PACK_Q5_K:
+                    value = d * factors[0] * fifth - m * factors[16];
+                    break;
+                default:
+                    value = d * (int8_t)factors[i / 16 * 16] * (sixth - 32);
+                }
                 exact += value * (double)q[k] * (double)scale[b];
                 magnitude += fabs(value * (double)q[k] * (double)scale[b]);
             }
-            /* Q4_1 splits a value in two terms that may cancel: their magnitude is up to 15 d + m per value. */
-            double bound = (2 * BLOCKS + 2) * (magnitude + (pack == GST_PACK_Q4_1 ? COLS * 16 : 0)) * 0x1p-24;
+            /* Types with a minimum split a value in two terms that may cancel: up to 31 d + m a value, in K types 63 times that. */
+            double split = gst_pack_has_minimum(pack) ? COLS * 32.0 * (gst_pack_group(pack) > 1 ? 63 : 1) : 0;
+            double bound = (2 * BLOCKS + 2) * (magnitude + split) * 0x1p-24;
             CHECK(fabs((double)y[r] - exact) <= bound);
         }
         free(w.memory), free(x);
@@ -788,6 +857,7 @@ static void test_tier(const struct gst_kernels *kernels)
     test_rope();
     test_f16();
     test_exp();
+    test_gelu();
     test_quantize();
     test_matmul();
     test_matmul_value();

@@ -53,16 +53,18 @@ struct geometry {
     uint32_t n_layers, n_recurrent, n_ff, head_dim, n_rot, n_k_heads, n_v_heads, dk, dv;
     bool tied, neox;
     double eps;
+    uint32_t window;
 };
 
 static const struct geometry geometries[] = {
-    {"llama-tiny", 4, 0, 160, 32, 32, 0, 0, 0, 0, false, false, 1e-5f},
-    {"llama3rope-tiny", 2, 0, 160, 32, 32, 0, 0, 0, 0, true, false, 1e-5f},
-    {"qwen3-tiny", 4, 0, 160, 32, 32, 0, 0, 0, 0, true, true, 1e-6f},
-    {"qwen35-tiny", 8, 6, 96, 64, 16, 2, 2, 32, 32, true, true, 1e-6f},
-    {"qwen35-tiny-gqa", 8, 6, 96, 32, 8, 2, 4, 32, 32, true, true, 1e-6f},
-    {"qwen35-tiny-mtp", 4, 3, 96, 64, 16, 2, 2, 32, 32, true, true, 1e-6f},
-    {"qwen35-kq", 4, 3, 256, 64, 16, 2, 4, 64, 64, true, true, 1e-6f},
+    {"llama-tiny", 4, 0, 160, 32, 32, 0, 0, 0, 0, false, false, 1e-5f, 0},
+    {"llama3rope-tiny", 2, 0, 160, 32, 32, 0, 0, 0, 0, true, false, 1e-5f, 0},
+    {"qwen3-tiny", 4, 0, 160, 32, 32, 0, 0, 0, 0, true, true, 1e-6f, 0},
+    {"qwen35-tiny", 8, 6, 96, 64, 16, 2, 2, 32, 32, true, true, 1e-6f, 0},
+    {"qwen35-tiny-gqa", 8, 6, 96, 32, 8, 2, 4, 32, 32, true, true, 1e-6f, 0},
+    {"qwen35-tiny-mtp", 4, 3, 96, 64, 16, 2, 2, 32, 32, true, true, 1e-6f, 0},
+    {"qwen35-kq", 4, 3, 256, 64, 16, 2, 4, 64, 64, true, true, 1e-6f, 0},
+    {"gemma3-tiny", 7, 0, 128, 32, 32, 0, 0, 0, 0, true, true, 1e-6f, 24},
 };
 
 static void check_geometry(const struct geometry *want, const char *type)
@@ -79,13 +81,15 @@ static void check_geometry(const struct geometry *want, const char *type)
     CHECK(info.n_embd == (strcmp(want->name, "qwen35-kq") ? 64u : 256u) && info.n_ff == want->n_ff && info.n_vocab == 512);
     CHECK(info.n_heads == 4 && info.n_kv_heads == 2 && info.head_dim == want->head_dim && info.n_ctx_train == 1024);
     CHECK(!strncmp(want->name, info.architecture, strlen(info.architecture)));
-    CHECK(c->n_rot == want->n_rot && c->rope_neox == want->neox && c->rope_base == 50000 && (double)c->eps == want->eps);
+    CHECK(c->n_rot == want->n_rot && c->rope_neox == want->neox && c->rope_base == (want->window ? 200000 : 50000) &&
+          (double)c->eps == want->eps);
     CHECK(c->n_k_heads == want->n_k_heads && c->n_v_heads == want->n_v_heads && c->dk == want->dk && c->dv == want->dv);
     CHECK(c->n_channels == channels && m->tied == want->tied && m->n_recurrent == want->n_recurrent && m->n_attention == n_attention);
     CHECK(info.kv_bytes_per_token == n_attention * 2 * 2 * want->head_dim * 2);
     CHECK(info.recurrent_bytes == 4 * want->n_recurrent * (want->n_v_heads * want->dk * want->dv + 3 * channels));
     CHECK(info.file_bytes == g->n_bytes && info.packed_bytes == geist_model_packed_size(m) && info.packed_bytes % GEIST_IMAGE_PAGE == 0);
     CHECK(info.n_params > 100000 && !m->bound);
+    CHECK(c->window == want->window && c->score_scale == (float)(1 / sqrt(want->head_dim)) && c->embd_scale == (want->window ? 8 : 1));
     for (uint32_t i = 0, recurrent = 0, attention = 0; i < want->n_layers; i++) {
         const struct model_layer *l = &m->layers[i];
 
@@ -95,6 +99,8 @@ static void check_geometry(const struct geometry *want, const char *type)
         CHECK(l->recurrent ? l->conv_file && l->ssm_a && l->ssm_norm && l->ssm_dt_bias && l->ssm_out.tensor
                            : l->attn_output.tensor != NULL);
         CHECK(!!l->attn_q_norm == (!l->recurrent && c->arch != ARCH_LLAMA));
+        CHECK(l->local == (want->window && i != 5) && !!l->mixer_post_norm == (want->window != 0) &&
+              !!l->ffn_post_norm == (want->window != 0));
     }
     geist_model_destroy(m);
     geist_gguf_close(g);
@@ -102,9 +108,9 @@ static void check_geometry(const struct geometry *want, const char *type)
 
 static void test_rope(void)
 {
-    static const char *names[] = {"llama-tiny", "llama3rope-tiny", "qwen3-tiny", "qwen35-tiny"};
+    static const char *names[] = {"llama-tiny", "llama3rope-tiny", "qwen3-tiny", "qwen35-tiny", "gemma3-tiny"};
 
-    for (size_t k = 0; k < 4; k++) {
+    for (size_t k = 0; k < 5; k++) {
         struct geist_gguf *g = fixture(names[k], "f32");
         struct geist_model *m = model_of(g);
         const struct gguf_tensor *t = gguf_tensor_find(g, "rope_freqs.weight");
@@ -113,13 +119,15 @@ static void test_rope(void)
         CHECK((t != NULL) == (k == 1));
         for (uint32_t i = 0; i < m->config.n_rot / 2; i++) {
             double factor = t ? (double)((const float *)(const void *)t->data)[i] : 1;
-            double wanted = pow(50000, -2.0 * i / m->config.n_rot) / factor;
+            double wanted = pow(k == 4 ? 200000 : 50000, -2.0 * i / m->config.n_rot) / factor;
 
             n_wrong += fabs(m->rope_freq[i] / wanted - 1) > 1e-15;
+            if (k == 4) /* local layers have a base of their own */
+                n_wrong += fabs(m->rope_freq[m->config.n_rot / 2 + i] / pow(10000, -2.0 * i / m->config.n_rot) - 1) > 1e-15;
             n_scaled += factor != 1;
         }
         CHECK(n_wrong == 0);
-        CHECK((n_scaled > 0) == (k == 1));
+        CHECK((n_scaled > 0) == (k == 1) && m->n_rotations == (k == 4 ? 2u : 1u));
         geist_model_destroy(m);
         geist_gguf_close(g);
     }
@@ -294,6 +302,109 @@ static void test_effects(void)
     FLOAT("llama-tiny", "llama.rope.scaling.factor", 0, GEIST_E_FORMAT);
 }
 
+static void test_windows(void)
+{
+    static const char pattern[] = "gemma3.attention.sliding_window_pattern";
+    struct writer none = {0}, value = {0}, w = {0};
+    struct edit edit = {.values = &value, .n_values = 1, .type = -1};
+    struct geist_gguf *g = fixture("gemma3-tiny", "f32"), *changed = NULL;
+    struct geist_model *m;
+    void *memory;
+
+    value_at("gemma3-tiny", "gemma3.attention.sliding_window", &none, GEIST_OK, NULL, __LINE__);
+    value_at("gemma3-tiny", "gemma3.rope.freq_base_swa", &none, GEIST_OK, NULL, __LINE__);
+    value_at("gemma3-tiny", "gemma3.attention.key_length", &none, GEIST_E_FORMAT, "gemma3.attention.key_length", __LINE__);
+    value_at("gemma3-tiny", "gemma3.attention.head_count_kv", &none, GEIST_E_FORMAT, "gemma3.attention.head_count_kv", __LINE__);
+    NUMBER("gemma3-tiny", "gemma3.attention.sliding_window", 0, GEIST_OK);
+    NUMBER("gemma3-tiny", "gemma3.attention.sliding_window", MODEL_MAX_CTX + 1, GEIST_E_UNSUPPORTED);
+    FLOAT("gemma3-tiny", "gemma3.rope.freq_base_swa", 0.5f, GEIST_E_FORMAT);
+    FLOAT("gemma3-tiny", "gemma3.final_logit_softcapping", 30, GEIST_E_UNSUPPORTED);
+    FLOAT("gemma3-tiny", "gemma3.attention.scale", 0.1f, GEIST_E_UNSUPPORTED);
+    FLOAT("qwen3-tiny", "qwen3.rope.freq_base_swa", 10000, GEIST_E_UNSUPPORTED);
+    NUMBER("gemma3-tiny", pattern, 0, GEIST_E_FORMAT);
+    NUMBER("gemma3-tiny", pattern, 2, GEIST_OK);
+    NUMBER("qwen3-tiny", "qwen3.attention.sliding_window_pattern", 2, GEIST_E_UNSUPPORTED);
+    w_key_array(&value, pattern, GEIST_BOOL, 6);
+    w_zeros(&value, 6);
+    VALUE("gemma3-tiny", pattern, &value, GEIST_E_FORMAT);
+    w_key_array(&value, pattern, GEIST_U8, 7);
+    w_zeros(&value, 7);
+    VALUE("gemma3-tiny", pattern, &value, GEIST_E_FORMAT);
+
+    /* A list says which layers are local; without a window none is, and there is one table of frequencies. */
+    w_key_array(&value, pattern, GEIST_BOOL, 7);
+    for (int i = 0; i < 7; i++)
+        w_u8(&value, i % 2);
+    w_edited(&w, g, &edit);
+    memory = w_aligned(w.bytes, w.n);
+    CHECK_STATUS(geist_gguf_open_memory(engine, memory, w.n, &changed), GEIST_OK);
+    m = model_of(changed);
+    for (uint32_t i = 0; i < 7; i++)
+        CHECK(m->layers[i].local == (i % 2 == 1));
+    geist_model_destroy(m);
+    geist_gguf_close(changed);
+    free(memory);
+    w_free(&w);
+    w_free(&value);
+
+    edit.drop_key = "gemma3.attention.sliding_window";
+    edit.n_values = 0;
+    w_edited(&w, g, &edit);
+    memory = w_aligned(w.bytes, w.n);
+    CHECK_STATUS(geist_gguf_open_memory(engine, memory, w.n, &changed), GEIST_OK);
+    m = model_of(changed);
+    for (uint32_t i = 0; i < 7; i++)
+        CHECK(!m->layers[i].local);
+    CHECK(m->n_rotations == 1);
+    geist_model_destroy(m);
+    geist_gguf_close(changed);
+    geist_gguf_close(g);
+    free(memory);
+    w_free(&w);
+}
+
+/* Linear scaling is of global layers only; 62 layers are the 27B model, whose scores are scaled by its width over its heads. */
+static void test_gemma3_scales(void)
+{
+    struct geist_gguf *g = fixture("gemma3-tiny", "f32"), *changed = NULL;
+    struct geist_model *m = model_of(g), *scaled = NULL;
+    struct writer value = {0}, w = {0};
+    struct edit edit = {.values = &value, .n_values = 2, .type = -1};
+    struct model_config c;
+    size_t half = m->config.n_rot / 2;
+    void *memory;
+
+    w_key_text(&value, "gemma3.rope.scaling.type", "linear");
+    w_key_f32(&value, "gemma3.rope.scaling.factor", 8);
+    w_edited(&w, g, &edit);
+    memory = w_aligned(w.bytes, w.n);
+    CHECK_STATUS(geist_gguf_open_memory(engine, memory, w.n, &changed), GEIST_OK);
+    scaled = model_of(changed);
+    for (size_t i = 0; i < half; i++)
+        CHECK(scaled->rope_freq[i] == m->rope_freq[i] / 8 && scaled->rope_freq[half + i] == m->rope_freq[half + i]);
+    geist_model_destroy(scaled);
+    geist_gguf_close(changed);
+    free(memory);
+    w_free(&w);
+    w_free(&value);
+
+    edit.n_values = 1;
+    edit.drop_key = "gemma3.block_count";
+    w_key_u32(&value, "gemma3.block_count", 62);
+    w_edited(&w, g, &edit);
+    memory = w_aligned(w.bytes, w.n);
+    CHECK_STATUS(geist_gguf_open_memory(engine, memory, w.n, &changed), GEIST_OK);
+    CHECK_STATUS(model_config_read(changed, &c), GEIST_OK);
+    CHECK(c.score_scale == 0.25f && m->config.score_scale == (float)(1 / sqrt(32))); /* 64 / 4 heads; heads of 32 */
+    CHECK(!c.local[59] && c.local[60] && c.local[61]);
+    geist_model_destroy(m);
+    geist_gguf_close(changed);
+    geist_gguf_close(g);
+    free(memory);
+    w_free(&w);
+    w_free(&value);
+}
+
 static void test_linear_scaling(void)
 {
     struct geist_gguf *g = fixture("llama-tiny", "f32"), *changed = NULL;
@@ -354,7 +465,7 @@ static void test_layer_kinds(void)
 
 static void test_tensors(void)
 {
-    static const char *const names[] = {"llama-tiny", "qwen3-tiny", "qwen35-tiny", "llama3rope-tiny"};
+    static const char *const names[] = {"llama-tiny", "qwen3-tiny", "qwen35-tiny", "llama3rope-tiny", "gemma3-tiny"};
     static const float zero_factors[16];
 
     /* Each tensor left out: named, but for those that may be absent. */
@@ -366,7 +477,7 @@ static void test_tensors(void)
             bool may = !strcmp(name, "output.weight") || !strcmp(name, "rope_freqs.weight");
             struct edit edit = {.tensor = name, .drop = true, .type = -1};
             struct edit shape = {.tensor = name, .n_dims = 2, .type = -1};
-            struct edit type = {.tensor = name, .type = 12}; /* Q4_K */
+            struct edit type = {.tensor = name, .type = 11}; /* Q3_K */
 
             if (!strncmp(name, "blk.", 4) && strncmp(name, "blk.0.", 6) && strncmp(name, "blk.3.", 6))
                 continue; /* the others are like these two */
@@ -386,19 +497,24 @@ static void test_tensors(void)
         geist_gguf_close(g);
     }
 
-    /* Types: floats must be F32, matrices any of six. */
+    /* Types: floats must be F32, matrices any of eleven. */
     edited_at("qwen3-tiny", &(struct edit){.tensor = "output_norm.weight", .type = GGML_F16}, GEIST_E_UNSUPPORTED,
               "output_norm.weight: type F16", __LINE__);
     edited_at("qwen35-tiny", &(struct edit){.tensor = "blk.0.ssm_conv1d.weight", .type = GGML_BF16}, GEIST_E_UNSUPPORTED,
               "blk.0.ssm_conv1d.weight: type BF16", __LINE__);
-    edited_at("qwen3-tiny", &(struct edit){.tensor = "blk.1.ffn_up.weight", .type = 6}, GEIST_E_UNSUPPORTED,
-              "blk.1.ffn_up.weight: type Q5_0", __LINE__);
+    edited_at("qwen3-tiny", &(struct edit){.tensor = "blk.1.ffn_up.weight", .type = 20}, GEIST_E_UNSUPPORTED,
+              "blk.1.ffn_up.weight: type IQ4_NL", __LINE__);
     edited_at("qwen3-tiny", &(struct edit){.tensor = "blk.1.ffn_up.weight", .type = 77}, GEIST_E_UNSUPPORTED,
               "blk.1.ffn_up.weight: type ?77", __LINE__);
-    for (size_t k = 0; k < 6; k++)
+    for (size_t k = 0; k < 8; k++)
         edited_at("qwen35-tiny",
                   &(struct edit){.tensor = k % 2 ? "blk.0.attn_qkv.weight" : "token_embd.weight",
-                                 .type = (int[]){GGML_F32, GGML_F16, GGML_BF16, GGML_Q8_0, GGML_Q4_0, GGML_Q4_1}[k]},
+                                 .type = (int[]){GGML_F32, GGML_F16, GGML_BF16, GGML_Q8_0, GGML_Q4_0, GGML_Q4_1, GGML_Q5_0, GGML_Q5_1}[k]},
+                  GEIST_OK, NULL, __LINE__);
+    for (size_t k = 0; k < 3; k++)
+        edited_at("qwen35-kq",
+                  &(struct edit){.tensor = k % 2 ? "blk.0.attn_qkv.weight" : "token_embd.weight",
+                                 .type = (int[]){GGML_Q4_K, GGML_Q5_K, GGML_Q6_K}[k]},
                   GEIST_OK, NULL, __LINE__);
     edited_at("qwen3-tiny", &(struct edit){.tensor = "blk.0.ffn_up.weight", .n_dims = 3, .dims = {64, 80, 2, 1}, .type = -1},
               GEIST_E_FORMAT, "blk.0.ffn_up.weight: shape [64, 160] expected, [64, 80, 2, 1] found", __LINE__);
@@ -530,6 +646,8 @@ int main(int argc, char **argv)
     test_missing_keys();
     test_numbers();
     test_effects();
+    test_windows();
+    test_gemma3_scales();
     test_linear_scaling();
     test_layer_kinds();
     test_tensors();

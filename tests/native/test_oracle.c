@@ -41,7 +41,7 @@ static int states_read(struct states *s, const char *data, const char *name)
         s->n++;
     }
     fclose(f);
-    return CHECK(s->n > 4);
+    return CHECK(s->n >= 4);
 }
 
 static const struct record *states_find(const struct states *s, const char *prefix, unsigned layer)
@@ -114,6 +114,8 @@ static void check_model(const char *data, const char *name, enum geist_tier tier
                 }
                 continue;
             }
+            if (layer->local)
+                continue; /* the reference keeps a ring of its own there; what follows from it is in the hidden states */
             for (unsigned which = 0; which < 2; which++) {
                 const struct record *kv = states_find(&states, which ? "v_17_L%u" : "k_17_L%u", i);
                 if (!CHECK(kv && kv->n == (size_t)c->n_kv_heads * 17 * c->head_dim))
@@ -153,7 +155,7 @@ int main(int argc, char **argv)
 {
     const char *data = argc > 1 ? argv[1] : "tests/data";
     static const char *const models[] = {"llama-tiny-f32",      "llama3rope-tiny-f32", "qwen3-tiny-f32", "qwen35-tiny-f32",
-                                         "qwen35-tiny-gqa-f32", "qwen35-tiny-mtp-f32", "qwen35-kq-f32"};
+                                         "qwen35-tiny-gqa-f32", "qwen35-tiny-mtp-f32", "qwen35-kq-f32",  "gemma3-tiny-f32"};
 
     for (size_t i = 0; i < sizeof models / sizeof *models; i++) {
         check_model(data, models[i], GEIST_TIER_SCALAR);

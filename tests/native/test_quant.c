@@ -25,9 +25,10 @@ static void test_types(void)
         const char *name;
         uint32_t number, values, bytes;
         bool supported;
-    } known[] = {{"F32", 0, 1, 4, true},        {"F16", 1, 1, 2, true},          {"Q4_0", 2, 32, 18, true}, {"Q4_1", 3, 32, 20, true},
-                 {"Q5_0", 6, 32, 22, false},    {"Q5_1", 7, 32, 24, false},      {"Q8_0", 8, 32, 34, true}, {"Q4_K", 12, 256, 144, false},
-                 {"Q6_K", 14, 256, 210, false}, {"IQ4_XS", 23, 256, 136, false}, {"BF16", 30, 1, 2, true},  {"MXFP4", 39, 32, 17, false}};
+    } known[] = {{"F32", 0, 1, 4, true},       {"F16", 1, 1, 2, true},       {"Q4_0", 2, 32, 18, true},     {"Q4_1", 3, 32, 20, true},
+                 {"Q5_0", 6, 32, 22, true},    {"Q5_1", 7, 32, 24, true},    {"Q8_0", 8, 32, 34, true},     {"Q4_K", 12, 256, 144, true},
+                 {"Q5_K", 13, 256, 176, true}, {"Q6_K", 14, 256, 210, true}, {"Q3_K", 11, 256, 110, false}, {"IQ4_XS", 23, 256, 136, false},
+                 {"BF16", 30, 1, 2, true},     {"MXFP4", 39, 32, 17, false}};
 
     for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
         const struct quant_type *t = quant_type_of(known[i].number);
@@ -44,8 +45,8 @@ static void test_types(void)
 static void compare(uint32_t number, const uint8_t *bytes, const uint32_t *values, size_t n)
 {
     const struct quant_type *t = quant_type_of(number);
-    float y[128];
-    uint8_t shifted[4 * 128 + 1]; /* rows lie anywhere */
+    float y[512];
+    uint8_t shifted[4 * 512 + 1]; /* rows lie anywhere */
 
     memset(y, 0xff, sizeof y);
     memcpy(shifted + 1, bytes, n / t->block_values * t->block_bytes);
@@ -64,6 +65,11 @@ static void test_dequantize(void)
     compare(GGML_Q8_0, q8_0_bytes, q8_0_values, 128);
     compare(GGML_Q4_0, q4_0_bytes, q4_0_values, 128);
     compare(GGML_Q4_1, q4_1_bytes, q4_1_values, 128);
+    compare(GGML_Q5_0, q5_0_bytes, q5_0_values, 128);
+    compare(GGML_Q5_1, q5_1_bytes, q5_1_values, 128);
+    compare(GGML_Q4_K, q4_k_bytes, q4_k_values, 512);
+    compare(GGML_Q5_K, q5_k_bytes, q5_k_values, 512);
+    compare(GGML_Q6_K, q6_k_bytes, q6_k_values, 512);
     quant_dequantize_row(quant_type_of(GGML_F32), floats, 4, y);
     CHECK(!memcmp(y, floats, sizeof y));
 }
@@ -73,19 +79,38 @@ static float unpacked(enum gst_pack pack, const uint8_t *tiles, size_t tile_byte
 {
     size_t n_blocks = n_cols / 32, b = k / 32, group = k % 32 / 4, i = k % 4, r = row % 16;
     const uint8_t *tile = tiles + row / 16 * tile_bytes;
-    size_t block_bytes = pack == GST_PACK_Q8_0 ? 512 : 256;
-    const uint8_t *quants = tile + b * block_bytes;
-    const uint8_t *scales = tile + n_blocks * block_bytes;
+    static const size_t block_bytes[] = {512, 256, 256, 320, 320, 256, 320, 384};
+    bool wide = pack >= GST_PACK_Q4_K;
+    size_t n_scales = wide ? n_blocks / 8 : n_blocks, scale = wide ? b / 8 : b;
+    const uint8_t *quants = tile + b * block_bytes[pack];
+    const uint8_t *scales = tile + n_blocks * block_bytes[pack], *minimums = scales + 32 * n_scales;
+    const uint8_t *factors = minimums + (pack == GST_PACK_Q6_K ? 0 : 32 * n_scales) + 32 * b;
     uint16_t d, m = 0;
     float w;
 
-    memcpy(&d, scales + 2 * (16 * b + r), 2);
-    if (pack == GST_PACK_Q4_1)
-        memcpy(&m, scales + 32 * n_blocks + 2 * (16 * b + r), 2);
+    memcpy(&d, scales + 2 * (16 * scale + r), 2);
+    if (pack == GST_PACK_Q4_1 || pack == GST_PACK_Q5_1 || pack == GST_PACK_Q4_K || pack == GST_PACK_Q5_K)
+        memcpy(&m, minimums + 2 * (16 * scale + r), 2);
     if (pack == GST_PACK_Q8_0)
         return gst_f16_to_f32(d) * (float)(quants[64 * group + 4 * r + i] - 128);
     w = (float)(group < 4 ? quants[64 * group + 4 * r + i] & 15 : quants[64 * (group - 4) + 4 * r + i] >> 4);
-    return pack == GST_PACK_Q4_0 ? gst_f16_to_f32(d) * (w - 8) : gst_f16_to_f32(d) * w + gst_f16_to_f32(m);
+    if (block_bytes[pack] == 320)
+        w += (float)(16 * (quants[256 + 4 * r + i] >> group & 1));
+    if (block_bytes[pack] == 384)
+        w += (float)(16 * (quants[256 + 64 * (group / 4) + 4 * r + i] >> 2 * (group % 4) & 3));
+    switch (pack) {
+    case GST_PACK_Q4_0:
+        return gst_f16_to_f32(d) * (w - 8);
+    case GST_PACK_Q5_0:
+        return gst_f16_to_f32(d) * (w - 16);
+    case GST_PACK_Q4_K:
+    case GST_PACK_Q5_K:
+        return gst_f16_to_f32(d) * (float)factors[r] * w - gst_f16_to_f32(m) * (float)factors[16 + r];
+    case GST_PACK_Q6_K:
+        return gst_f16_to_f32(d) * (float)(int8_t)factors[16 * (k % 32 / 16) + r] * (w - 32);
+    default:
+        return gst_f16_to_f32(d) * w + gst_f16_to_f32(m);
+    }
 }
 
 static void test_pack(uint32_t number, size_t n_rows, size_t n_cols)
@@ -102,8 +127,8 @@ static void test_pack(uint32_t number, size_t n_rows, size_t n_cols)
     for (size_t i = 0; i < n_rows * row_bytes; i++)
         rows[i] = (uint8_t)random_u32();
     for (size_t i = 0; i < n_rows * row_bytes; i += t->block_bytes) { /* finite scales */
-        rows[i + 1] &= 0xbf;
-        rows[i + 3] &= t->pack == GST_PACK_Q4_1 ? 0xbf : 0xff;
+        rows[i + (number == GGML_Q6_K ? 209 : 1)] &= 0xbf;
+        rows[i + 3] &= number == GGML_Q4_1 || number == GGML_Q5_1 || number == GGML_Q4_K || number == GGML_Q5_K ? 0xbf : 0xff;
     }
     tiles = malloc(bytes);
     again = malloc(bytes);
@@ -145,6 +170,13 @@ static void test_sizes(void)
     CHECK(quant_packed_bytes(GST_PACK_Q4_0, 16, 32, &tile_bytes, &bytes) && tile_bytes == 320 && bytes == 320);
     CHECK(quant_packed_bytes(GST_PACK_Q4_1, 1, 32, &tile_bytes, &bytes) && tile_bytes == 320);
     CHECK(quant_packed_bytes(GST_PACK_Q4_0, 16, 96, &tile_bytes, &bytes) && tile_bytes == 896); /* 864 and padding */
+    CHECK(quant_packed_bytes(GST_PACK_Q5_0, 16, 32, &tile_bytes, &bytes) && tile_bytes == 384); /* 352 */
+    CHECK(quant_packed_bytes(GST_PACK_Q5_1, 16, 64, &tile_bytes, &bytes) && tile_bytes == 768);
+    CHECK(quant_packed_bytes(GST_PACK_Q4_K, 16, 256, &tile_bytes, &bytes) && tile_bytes == 8 * 256 + 64 + 8 * 32);
+    CHECK(quant_packed_bytes(GST_PACK_Q5_K, 33, 512, &tile_bytes, &bytes) && tile_bytes == 16 * 320 + 128 + 16 * 32 &&
+          bytes == 3 * tile_bytes);
+    CHECK(quant_packed_bytes(GST_PACK_Q6_K, 16, 256, &tile_bytes, &bytes) && tile_bytes == 3392); /* 8 * 384 + 32 + 8 * 32 and padding */
+    CHECK(!quant_packed_bytes(GST_PACK_Q4_K, 16, 128, &tile_bytes, &bytes));
     CHECK(!quant_packed_bytes(GST_PACK_Q8_0, 16, 33, &tile_bytes, &bytes) && bytes == 0);
     CHECK(!quant_packed_bytes(GST_PACK_NONE, 16, 32, &tile_bytes, &bytes));
     CHECK(!quant_packed_bytes(GST_PACK_Q8_0, SIZE_MAX, 1024, &tile_bytes, &bytes));
@@ -153,7 +185,7 @@ static void test_sizes(void)
 
 int main(void)
 {
-    static const uint32_t numbers[] = {GGML_Q8_0, GGML_Q4_0, GGML_Q4_1};
+    static const uint32_t numbers[] = {GGML_Q8_0, GGML_Q4_0, GGML_Q4_1, GGML_Q5_0, GGML_Q5_1}, wide[] = {GGML_Q4_K, GGML_Q5_K, GGML_Q6_K};
 
     test_types();
     test_dequantize();
@@ -163,6 +195,12 @@ int main(void)
         test_pack(numbers[i], 17, 96);
         test_pack(numbers[i], 50, 160);
         test_pack(numbers[i], 100, 32);
+    }
+    for (size_t i = 0; i < sizeof wide / sizeof *wide; i++) {
+        test_pack(wide[i], 1, 256);
+        test_pack(wide[i], 16, 512);
+        test_pack(wide[i], 17, 768);
+        test_pack(wide[i], 50, 1280);
     }
     test_sizes();
     return check_done("test_quant");

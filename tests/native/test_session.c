@@ -3,8 +3,8 @@
  * state, KV) are equal as bytes.  Tolerance: none, because a replay must be exact. */
 #include "model_fixture.h"
 
-static const char *const models[] = {"llama-tiny-q8_0",  "llama-tiny-f32",       "qwen3-tiny-q8_0",
-                                     "qwen35-tiny-q8_0", "qwen35-tiny-gqa-q8_0", "qwen35-tiny-gqa-f32"};
+static const char *const models[] = {"llama-tiny-q8_0",      "llama-tiny-f32",      "qwen3-tiny-q8_0", "qwen35-tiny-q8_0",
+                                     "qwen35-tiny-gqa-q8_0", "qwen35-tiny-gqa-f32", "gemma3-tiny-q8_0"};
 #define N_MODELS (sizeof models / sizeof *models)
 
 /* Prefill in random pieces. */

@@ -155,6 +155,9 @@ def test_pull_prints_the_path(gp: Callable[..., Outcome], monkeypatch: pytest.Mo
     monkeypatch.setattr(models, "pull", lambda name, cache, progress: cache / "models" / f"{name}.gguf")
     code, out, _ = gp("--cache-dir", str(tmp_path), "pull", "smollm2")
     assert (code, out) == (0, f"{tmp_path}/models/smollm2.gguf\n")
+    code, out, err = gp("--cache-dir", str(tmp_path), "pull", "gemma3-270m")
+    assert (code, out) == (0, f"{tmp_path}/models/gemma3-270m.gguf\n")
+    assert "Gemma Terms of Use" in err  # before anything is fetched
 
 
 @pytest.mark.parametrize("platform", ["darwin", "win32"])
@@ -173,7 +176,7 @@ def test_models_lists_catalogue_and_cache(gp: Callable[..., Outcome], tmp_path: 
     (packed / "lock").write_text("")
     (tmp_path / "models").mkdir()
     code, out, _ = gp("--cache-dir", str(tmp_path), "models")
-    assert code == 0 and "smollm2" in out and " no " in out
+    assert code == 0 and "smollm2" in out and "gemma3-270m" in out and " no " in out
     assert "ab" * 16 in out and "2.0 KiB" in out and "lock" not in out
     (tmp_path / "models" / "smollm2.gguf").write_bytes(bytes(1024))
     code, out, _ = gp("--cache-dir", str(tmp_path), "models")

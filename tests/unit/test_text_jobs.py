@@ -200,6 +200,21 @@ def test_template_that_writes_bos_gets_one_bos(llama: Tokenizer) -> None:
     assert list(suffix.tokens) == [*llama.encode("b", special=False), 499]
 
 
+def test_templates_on_a_sentencepiece_vocabulary(vocabulary_of: VocabularyOf) -> None:
+    """As Gemma's: BOS from the template, a role per turn, spaces and newlines kept; the suffix continues the context's ids."""
+    gemma = with_template(
+        vocabulary_of("gemma3-tiny"),
+        "{{ bos_token }}{% for m in messages %}{{ m.role + '\n' + m.content | trim + '</s>\n' }}{% endfor %}",
+    )
+    context = do(gemma, TextJob("c", Prompt(messages=(m("user", " the \u2581 fox  jumps "),)), add_bos=True))
+    end = gemma.encode("</s>", special=True)
+    wanted = [2, *gemma.encode("user\nthe   fox  jumps", special=False), *end, *gemma.encode("\n", special=False)]
+    assert list(context.tokens) == wanted
+    suffix = do(gemma, continued(gemma, context, TextJob("s", Prompt(messages=(m("user", "b"),)))))
+    assert list(suffix.tokens) == [*gemma.encode("user\nb", special=False), *end, *gemma.encode("\n", special=False)]
+    refused(gemma, TextJob("k", Prompt(messages=(m("user", "a</s>"),))), BadRequest, "messages[0].content", "</s>")
+
+
 def test_template_without_bos_gets_one_bos(llama: Tokenizer) -> None:
     tokenizer = with_template(llama.vocabulary, "{% for m in messages %}{{ m.content }}<|eot_id|>{% endfor %}")
     context = do(tokenizer, TextJob("c", Prompt(messages=(m("user", "a"),)), add_bos=True))

@@ -50,7 +50,7 @@ def test_bos_by_default_for_llama_only(metadata_of: MetadataOf) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "error", "words"),
     [
-        ("model", "llama", Unsupported, "'llama' is not supported"),
+        ("model", "bert", Unsupported, "'bert' is not supported"),
         ("model", None, ModelError, "missing"),
         ("pre", "tekken", Unsupported, "'tekken' is not supported; supported are smollm"),
         ("pre", b"\xff", ModelError, "not UTF-8"),

@@ -2,7 +2,7 @@
  *
  *   q, k, v = W_q h, W_k h, W_v h          qwen35: W_q gives q and a gate per head, side by side
  *   q, k    = rope(norm(q)), rope(norm(k)) norms where the model has them
- *   o_n     = sum over s <= t of softmax_s(q_n . k_s / sqrt(head_dim)) v_s
+ *   o_n     = sum over s <= t of softmax_s(q_n . k_s / sqrt(head_dim)) v_s       local layers: t - window < s <= t
  *   out     = W_o (o * sigmoid(gate))      gate in qwen35 only
  */
 #include "forward/forward.h"
@@ -32,7 +32,8 @@ static void prepare_rows(void *context, size_t begin, size_t end)
     size_t dim = c->head_dim, half = c->n_rot / 2, kv_width = c->n_kv_heads * dim;
 
     for (size_t t = begin; t < end; t++) {
-        const float *cosines = p->cos + t * half, *sines = p->sin + t * half;
+        size_t angles = ((w->layer->local ? p->n_tokens : 0) + t) * half;
+        const float *cosines = p->cos + angles, *sines = p->sin + angles;
         size_t position = p->start + t, row = position % GEIST_KV_BLOCK;
         uint8_t *block = p->s->blocks[position / GEIST_KV_BLOCK]->data;
 
@@ -62,6 +63,14 @@ static void prepare_rows(void *context, size_t begin, size_t end)
     }
 }
 
+/* The first position that a row at `position` sees. */
+static size_t first_seen(const struct attention_work *w, size_t position)
+{
+    size_t window = w->p->m->config.window;
+
+    return w->layer->local && position + 1 > window ? position + 1 - window : 0;
+}
+
 /* Unit i is head i / n_groups and rows [16 (i mod n_groups), ...). Block by block, so that the rows share it. */
 static void attend_units(void *context, size_t begin, size_t end)
 {
@@ -70,8 +79,7 @@ static void attend_units(void *context, size_t begin, size_t end)
     const struct model_config *c = &p->m->config;
     const struct state_layout *l = &p->s->layout;
     enum gst_float_type kv_type = p->s->kv_type == GEIST_KV_F16 ? GST_F16 : GST_F32;
-    size_t dim = c->head_dim, width = c->n_heads * dim;
-    float scale = (float)(1.0 / __builtin_sqrt((double)dim));
+    size_t dim = c->head_dim, width = c->n_heads * dim, row_bytes = dim * l->kv_element_bytes;
 
     for (size_t unit = begin; unit < end; unit++) {
         size_t head = unit / w->n_groups, first = unit % w->n_groups * ROWS_TOGETHER;
@@ -86,16 +94,22 @@ static void attend_units(void *context, size_t begin, size_t end)
             sum[t] = 0.0f;
             memset(p->mixed + t * width + head * dim, 0, dim * sizeof(float));
         }
-        for (size_t b = 0; b * GEIST_KV_BLOCK <= p->start + last - 1; b++) {
+        for (size_t b = first_seen(w, p->start + first) / GEIST_KV_BLOCK; b * GEIST_KV_BLOCK <= p->start + last - 1; b++) {
             const uint8_t *block = p->s->blocks[b]->data;
+            size_t block_begin = b * GEIST_KV_BLOCK;
 
             for (size_t t = first; t < last; t++) {
-                size_t n_seen = p->start + t + 1; /* positions this row sees, its own included */
-                if (n_seen <= b * GEIST_KV_BLOCK)
+                /* What this row sees of the block: from the window's begin up to its own position. */
+                size_t begin_seen = first_seen(w, p->start + t), end_seen = p->start + t + 1;
+                size_t from = begin_seen > block_begin ? begin_seen - block_begin : 0;
+                size_t to = end_seen > block_begin ? end_seen - block_begin : 0;
+
+                to = to < GEIST_KV_BLOCK ? to : GEIST_KV_BLOCK;
+                if (from >= to)
                     continue;
-                size_t n_live = n_seen - b * GEIST_KV_BLOCK < GEIST_KV_BLOCK ? n_seen - b * GEIST_KV_BLOCK : GEIST_KV_BLOCK;
-                p->k->attend(w->q + (t * c->n_heads + head) * w->q_head_stride, block + k_offset, block + v_offset, kv_type, n_live, dim,
-                             scale, &m[t], &sum[t], p->mixed + t * width + head * dim);
+                p->k->attend(w->q + (t * c->n_heads + head) * w->q_head_stride, block + k_offset + from * row_bytes,
+                             block + v_offset + from * row_bytes, kv_type, to - from, dim, c->score_scale, &m[t], &sum[t],
+                             p->mixed + t * width + head * dim);
             }
         }
         for (size_t t = first; t < last; t++) {

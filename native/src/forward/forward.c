@@ -1,7 +1,8 @@
 /* forward.c - a pass, in the order of the paper.
  *
- *   x = embedding[token]
+ *   x = embedding[token]                                                     gemma3: times sqrt(n_embd)
  *   for each layer:  x = x + mixer(RMS(x));  x = x + W_down (silu(W_gate h) * W_up h), h = RMS(x)
+ *                    gemma3: x = x + RMS(mixer(RMS(x))), and so with the MLP; GELU in place of SiLU
  *   logits = W_out RMS(x)
  */
 #include "forward/forward.h"
@@ -30,7 +31,7 @@ static void *carve(struct carver *c, size_t n)
 
 static void carve_pass(struct carver *c, const struct model_config *g, struct pass *p)
 {
-    size_t T = p->n_tokens, f = sizeof(float);
+    size_t T = p->n_tokens, f = sizeof(float), angles = p->m->n_rotations * T * (g->n_rot / 2);
     size_t attention = (size_t)g->n_heads * g->head_dim, delta = (size_t)g->n_v_heads * g->dv;
     size_t q_width = attention * (g->arch == ARCH_QWEN35 ? 2 : 1);
     size_t wide = max_size(max_size(q_width, g->n_channels), g->n_ff);
@@ -47,8 +48,8 @@ static void carve_pass(struct carver *c, const struct model_config *g, struct pa
     p->narrow = carve(c, 4 * T * g->n_v_heads * f);
     p->kv = carve(c, 2 * T * g->n_kv_heads * g->head_dim * f);
     p->soft = carve(c, 2 * T * g->n_heads * f);
-    p->cos = carve(c, T * (g->n_rot / 2) * f);
-    p->sin = carve(c, T * (g->n_rot / 2) * f);
+    p->cos = carve(c, angles * f);
+    p->sin = carve(c, angles * f);
     p->q = carve(c, T * widest_k);
     p->q_scale = carve(c, T * (widest_k / GST_QUANT_BLOCK) * f);
     p->q_sum = carve(c, T * (widest_k / GST_QUANT_BLOCK) * sizeof(int32_t));
@@ -61,6 +62,9 @@ static void embed(struct pass *p, const int32_t *tokens)
 
     for (size_t t = 0; t < p->n_tokens; t++)
         quant_dequantize_row(e->type, e->tensor->data + (size_t)tokens[t] * row_bytes, e->n_cols, p->x + t * e->n_cols);
+    if (p->m->config.embd_scale != 1)
+        for (size_t i = 0; i < p->n_tokens * e->n_cols; i++)
+            p->x[i] = p->x[i] * p->m->config.embd_scale;
 }
 
 static void rope_rows(void *context, size_t begin, size_t end)
@@ -68,12 +72,15 @@ static void rope_rows(void *context, size_t begin, size_t end)
     const struct pass *p = context;
     size_t half = p->m->config.n_rot / 2;
 
-    for (size_t t = begin; t < end; t++)
-        for (size_t i = 0; i < half; i++) {
-            double angle = (double)(p->start + t) * p->m->rope_freq[i];
-            p->cos[t * half + i] = (float)gst_cos(angle);
-            p->sin[t * half + i] = (float)gst_sin(angle);
-        }
+    for (size_t k = 0; k < p->m->n_rotations; k++)
+        for (size_t t = begin; t < end; t++)
+            for (size_t i = 0; i < half; i++) {
+                double angle = (double)(p->start + t) * p->m->rope_freq[k * half + i];
+                size_t at = (k * p->n_tokens + t) * half + i;
+
+                p->cos[at] = (float)gst_cos(angle);
+                p->sin[at] = (float)gst_sin(angle);
+            }
 }
 
 static void add_rows(void *context, size_t begin, size_t end)
@@ -87,7 +94,10 @@ static void activate(void *context, size_t begin, size_t end)
 {
     const struct pass *p = context;
 
-    p->k->silu_mul(p->wide + begin, p->wide2 + begin, end - begin, p->wide + begin);
+    if (p->m->config.arch == ARCH_GEMMA3)
+        p->k->gelu_mul(p->wide + begin, p->wide2 + begin, end - begin, p->wide + begin);
+    else
+        p->k->silu_mul(p->wide + begin, p->wide2 + begin, end - begin, p->wide + begin);
 }
 
 static void mlp(struct pass *p, const struct model_layer *layer)
@@ -173,10 +183,14 @@ enum geist_status forward_pass(struct geist_session *s, const int32_t *tokens, s
         } else {
             attention_layer(&p, layer);
         }
+        if (layer->mixer_post_norm)
+            stage_norm(&p, p.out, layer->mixer_post_norm, p.out);
         gst_threads_run(p.threads, stream, GST_TILE_ROWS, add_rows, &p);
 
         stage_norm(&p, p.x, layer->ffn_norm, p.h);
         mlp(&p, layer);
+        if (layer->ffn_post_norm)
+            stage_norm(&p, p.out, layer->ffn_post_norm, p.out);
         gst_threads_run(p.threads, stream, GST_TILE_ROWS, add_rows, &p);
     }
     s->recurrent = s->recurrent_own;

@@ -41,7 +41,7 @@ struct pass {
     float *narrow;    /* [4, T, n_v_heads] a, b, decay, beta of the DeltaNet */
     float *kv;        /* [2, T, n_kv_heads * head_dim] k and v */
     float *soft;      /* [2, n_heads, T] m and l of the online softmax */
-    float *cos, *sin; /* [T, n_rot / 2] */
+    float *cos, *sin; /* [n_rotations, T, n_rot / 2]; the second where layers are local */
 
     /* the rounded form of a stage's input, for quantised matrices */
     int8_t *q;      /* [T, widest K] */

@@ -26,4 +26,8 @@
 #define EXP_C5 0x1.123a8ep-7f
 #define EXP_C6 0x1.6a2318p-10f
 
+/* 2 sqrt(2 / pi) and 0.044715 times that, of the tanh form of GELU (Hendrycks and Gimpel, 2016). */
+#define GELU_C1 0x1.988454p+0f
+#define GELU_C3 0x1.2444f2p-4f
+
 #endif

@@ -13,6 +13,7 @@
 #ifndef GEIST_KERNELS_H
 #define GEIST_KERNELS_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -20,13 +21,26 @@
  *
  * Rows are taken in tiles of 16, the last padded with zero rows; a row is K / 32 blocks. A tile is
  *
- *     quants [K/32][quant bytes of 16 rows]      scales [K/32][16] f16 d          minimums [K/32][16] f16 m (Q4_1 only)
+ *     quants [K/32][quant bytes of 16 rows]      scales [K/32][16] f16 d          minimums [K/32][16] f16 m (Q4_1, Q5_1)
  *
- * and its size is rounded up to 64 bytes. Quants of one block of 16 rows:
- *   Q8_0: uint8 [8][16][4]: group g, row r, the values 4g .. 4g+3 of the block as u8 = w + 128.       512 bytes
- *   Q4_0: uint8 [4][16][4]: low nibbles are group g (0..3), high nibbles group g + 4; u4 = w + 8.     256 bytes
- *   Q4_1: the same; w = u4 * d + m.                                                                   256 bytes
- * Zero rows hold u8 = 128 / u4 = 8 (Q4_1: 0) and d = m = 0.
+ * and its size is rounded up to 64 bytes. Of the K types a row is K / 256 superblocks of eight blocks, and a tile is
+ *
+ *     quants [K/32][quant bytes of 16 rows]      scales [K/256][16] f16 d         minimums [K/256][16] f16 dmin (Q4_K, Q5_K)
+ *     factors [K/32][2][16]: Q4_K, Q5_K uint8 s and n, 0..63; Q6_K int8 s of the block's values 0..15 and s' of 16..31
+ *
+ * Quants of one block of 16 rows hold an unsigned number u a value, w = u - offset:
+ *   8 bits: uint8 [8][16][4]: group g, row r, the values 4g .. 4g+3 of the block.                                        512 bytes
+ *   4 bits: uint8 [4][16][4]: low nibbles are group g (0..3), high nibbles group g + 4.                                  256 bytes
+ *   5 bits: the low four so, then uint8 [16][4] with the fifth: bit g of byte i belongs to value i of group g.           320 bytes
+ *   6 bits: the low four so, then uint8 [2][16][4] with the others: bits 2g, 2g + 1 of byte i of [h] belong to
+ *           value i of group 4h + g.                                                                                     384 bytes
+ *
+ *          Q8_0   Q4_0   Q4_1     Q5_0   Q5_1     Q4_K             Q5_K             Q6_K
+ *   bits   8      4      4        5      5        4                5                6
+ *   offset 128    8      0        16     0        0                0                32
+ *   value  d w    d w    d w + m  d w    d w + m  d s w - dmin n   d s w - dmin n   d s w
+ *
+ * Rows that are not there hold u = offset and otherwise zeros.
  */
 #define GST_TILE_ROWS 16
 #define GST_QUANT_BLOCK 32
@@ -35,14 +49,65 @@ enum gst_pack {
     GST_PACK_Q8_0 = 0,
     GST_PACK_Q4_0 = 1,
     GST_PACK_Q4_1 = 2,
-    GST_PACK_COUNT = 3,
+    GST_PACK_Q5_0 = 3,
+    GST_PACK_Q5_1 = 4,
+    GST_PACK_Q4_K = 5,
+    GST_PACK_Q5_K = 6,
+    GST_PACK_Q6_K = 7,
+    GST_PACK_COUNT = 8,
     GST_PACK_NONE = -1, /* a float matrix, used as it lies in the file */
 };
+
+static inline unsigned gst_pack_bits(enum gst_pack pack)
+{
+    return pack == GST_PACK_Q8_0                                                     ? 8
+           : pack == GST_PACK_Q6_K                                                   ? 6
+           : pack == GST_PACK_Q5_0 || pack == GST_PACK_Q5_1 || pack == GST_PACK_Q5_K ? 5
+                                                                                     : 4;
+}
+
+static inline int32_t gst_pack_offset(enum gst_pack pack)
+{
+    return pack == GST_PACK_Q8_0 ? 128 : pack == GST_PACK_Q4_0 ? 8 : pack == GST_PACK_Q5_0 ? 16 : pack == GST_PACK_Q6_K ? 32 : 0;
+}
+
+/* Blocks that share an f16 scale. */
+static inline size_t gst_pack_group(enum gst_pack pack)
+{
+    return pack == GST_PACK_Q4_K || pack == GST_PACK_Q5_K || pack == GST_PACK_Q6_K ? 8 : 1;
+}
+
+static inline bool gst_pack_has_minimum(enum gst_pack pack)
+{
+    return pack == GST_PACK_Q4_1 || pack == GST_PACK_Q5_1 || pack == GST_PACK_Q4_K || pack == GST_PACK_Q5_K;
+}
+
+/* Bytes of one block of 16 rows. */
+static inline size_t gst_pack_quant_bytes(enum gst_pack pack)
+{
+    return (size_t)gst_pack_bits(pack) * (GST_TILE_ROWS * GST_QUANT_BLOCK / 8);
+}
+
+/* Where a tile's parts begin, for rows of n_blocks blocks; `end` is what is used of it. */
+struct gst_tile_parts {
+    size_t scales, minimums, factors, end;
+};
+
+static inline struct gst_tile_parts gst_pack_parts(enum gst_pack pack, size_t n_blocks)
+{
+    size_t halves = n_blocks / gst_pack_group(pack) * GST_TILE_ROWS * 2;
+    struct gst_tile_parts p;
+    p.scales = n_blocks * gst_pack_quant_bytes(pack);
+    p.minimums = p.scales + halves;
+    p.factors = p.minimums + (gst_pack_has_minimum(pack) ? halves : 0);
+    p.end = p.factors + (gst_pack_group(pack) > 1 ? n_blocks * GST_TILE_ROWS * 2 : 0);
+    return p;
+}
 
 struct gst_packed {
     const uint8_t *tiles; /* [ceil(n_rows / 16)][tile_bytes], 64-byte aligned, borrowed */
     size_t tile_bytes;
-    size_t n_rows, n_cols; /* n_cols = K, a multiple of 32 */
+    size_t n_rows, n_cols; /* n_cols = K, a multiple of 32; of 256 for the K types */
 };
 
 /* Activations rounded per block of 32: q in -127..127. */
@@ -64,8 +129,11 @@ struct gst_kernels {
     void (*quantize)(const float *x, size_t n, int8_t *q, float *scale, int32_t *sum);
 
     /* y[t * y_stride + r] for rows r of tiles [tile_begin, tile_end) (rows behind n_rows are not written), t < T. Per element, blocks b in
-     * order from acc = +0: dot = exact integer sum of w * q; acc = fma((float)dot, scale[t,b] * d[r,b], acc);
-     * Q4_1 then: acc = fma(m[r,b], scale[t,b] * (float)sum[t,b], acc), with dot over u4. */
+     * order from acc = +0:
+     *   dot = exact integer sum of w * q;  acc = fma((float)dot, scale[t,b] * dw[r,b], acc);
+     *   types with a minimum then: acc = fma(mw[r,b], scale[t,b] * (float)sum[t,b], acc)
+     * dw is d, mw is m. Q4_K, Q5_K: dw = d * (float)s and mw = -(dmin * (float)n), both exact (11 and 6 bits).
+     * Q6_K: dot = s * (sum over values 0..15) + s' * (sum over 16..31), below 2 * 128 * 16 * 32 * 127 < 2^24, so exact in f32 too. */
     void (*matmul[GST_PACK_COUNT])(const struct gst_packed *w, size_t tile_begin, size_t tile_end, const struct gst_qact *a,
                                    size_t n_tokens, float *y, size_t y_stride);
 
@@ -80,7 +148,9 @@ struct gst_kernels {
     void (*l2_norm)(const float *x, size_t n, float eps, float scale, float *y);
     void (*add)(const float *x, size_t n, float *y); /* y[i] = y[i] + x[i] */
     /* sigmoid(t) = 1 / (1 + exp(-t)); silu(t) = t / (1 + exp(-t)) */
-    void (*silu_mul)(const float *gate, const float *x, size_t n, float *y);    /* y[i] = silu(gate[i]) * x[i]; y may be x or gate */
+    void (*silu_mul)(const float *gate, const float *x, size_t n, float *y); /* y[i] = silu(gate[i]) * x[i]; y may be x or gate */
+    /* gelu(t) = t / (1 + exp(-u)), u = t * fma(c3, t * t, c1): 0.5 t (1 + tanh(u / 2)), the tanh form. c1, c3 in kernels/exp.h. */
+    void (*gelu_mul)(const float *gate, const float *x, size_t n, float *y);    /* y[i] = gelu(gate[i]) * x[i]; y may be x or gate */
     void (*sigmoid_mul)(const float *gate, const float *x, size_t n, float *y); /* y[i] = x[i] * sigmoid(gate[i]); y may be x or gate */
     void (*sigmoid)(const float *x, size_t n, float *y);
     void (*exp)(const float *x, size_t n, float *y); /* within 2 ulp; 0 below -87.3, infinity above 88.7; NaN stays NaN */
@@ -97,7 +167,8 @@ struct gst_kernels {
     int (*all_finite)(const float *x, size_t n);
 
     /* Online softmax over one KV block, one query row and head. k, v: [n_live.., dim] rows of `kv_type` (GST_F16 or GST_F32), row stride
-     * dim. Only positions 0 .. n_live-1 are read, 1 <= n_live <= 64.
+     * dim, from the block's first live position on (behind its first one where a sliding window begins inside the block). Only rows
+     * 0 .. n_live-1 are read, 1 <= n_live <= 64; lanes count from row 0.
      *   s_j = (16-lane sum of q*k_j) * scale
      *   m' = max(m, s_0 .. s_{n-1});  c = exp(m - m');  p_j = exp(s_j - m')
      *   l = fma(l, c, 16-lane sum of p_j)

@@ -15,6 +15,7 @@
 #include "kernels/kernels.h"
 #include "kernels/unroll.h"
 
+#include <assert.h>
 #include <stdalign.h>
 #include <string.h>
 
@@ -25,18 +26,34 @@
 /* Activations of a group's tokens in the order a tile takes them: entry = block * n_group + token. */
 struct token_group {
     alignas(64) int8_t q[GROUP_ENTRIES][GST_QUANT_BLOCK];
-    alignas(64) int32_t start[GROUP_ENTRIES]; /* what undoes the offset of the weights: -128 sum, -8 sum or 0 */
+    alignas(64) int32_t start[GROUP_ENTRIES]; /* what undoes the offset of the weights: -offset * sum */
+    int32_t start2[GROUP_ENTRIES];            /* Q6_K: of the block's second half; then start is of the first */
     float scale[GROUP_ENTRIES];
-    float shift[GROUP_ENTRIES]; /* Q4_1: scale * (float)sum */
+    float shift[GROUP_ENTRIES]; /* types with a minimum: scale * (float)sum */
 };
+static_assert(GROUP_ENTRIES / GROUP_TOKENS % 8 == 0, "a run begins with a superblock");
 
 /* Some blocks of a tile: pointers to the first of them. */
 struct tile_run {
     const uint8_t *quants;
-    const uint8_t *scales;   /* f16 [n_blocks][16] */
-    const uint8_t *minimums; /* the same, Q4_1 only */
+    const uint8_t *scales;   /* f16 [n_blocks][16]; K types [n_blocks / 8][16] */
+    const uint8_t *minimums; /* the same */
+    const uint8_t *factors;  /* K types: [n_blocks][2][16] */
     size_t n_blocks;
 };
+
+/* dw and mw of block b; Q6_K: d. */
+ALWAYS_INLINE struct vec16 tile_scale(enum gst_pack pack, const struct tile_run *w, size_t b)
+{
+    struct vec16 d = vec16_load_f16(w->scales + b / gst_pack_group(pack) * 32);
+    return pack == GST_PACK_Q4_K || pack == GST_PACK_Q5_K ? vec16_mul(d, vec16_load_u8(w->factors + b * 32)) : d;
+}
+
+ALWAYS_INLINE struct vec16 tile_minimum(enum gst_pack pack, const struct tile_run *w, size_t b)
+{
+    struct vec16 m = vec16_load_f16(w->minimums + b / gst_pack_group(pack) * 32);
+    return gst_pack_group(pack) > 1 ? vec16_negate(vec16_mul(m, vec16_load_u8(w->factors + b * 32 + 16))) : m;
+}
 
 /* Asks for the quants of blocks to come; those of the next tile follow on this one's. A hint: an address behind the matrix is harmless.
  * Measured from cold memory: one token only reads, and gains (4-bit types by half) from a far look-ahead into the second-level cache; more
@@ -57,7 +74,7 @@ ALWAYS_INLINE void group_tile(enum gst_pack pack, size_t n_group, const struct t
 ALWAYS_INLINE void group_gather(enum gst_pack pack, size_t n_group, const struct gst_qact *a, size_t n_all_blocks, size_t token,
                                 size_t block, size_t n_blocks, struct token_group *g)
 {
-    const int32_t offset = pack == GST_PACK_Q8_0 ? 128 : pack == GST_PACK_Q4_0 ? 8 : 0;
+    const int32_t offset = gst_pack_offset(pack);
     for (size_t t = 0; t < n_group; t++) {
         size_t from = (token + t) * n_all_blocks + block;
         for (size_t b = 0; b < n_blocks; b++) {
@@ -65,7 +82,14 @@ ALWAYS_INLINE void group_gather(enum gst_pack pack, size_t n_group, const struct
             memcpy(g->q[entry], a->q + (from + b) * GST_QUANT_BLOCK, GST_QUANT_BLOCK);
             g->scale[entry] = a->scale[from + b];
             g->start[entry] = -offset * a->sum[from + b];
-            if (pack == GST_PACK_Q4_1)
+            if (pack == GST_PACK_Q6_K) {
+                int32_t first = 0;
+                for (size_t i = 0; i < 16; i++)
+                    first += g->q[entry][i];
+                g->start[entry] = -offset * first;
+                g->start2[entry] = -offset * (a->sum[from + b] - first);
+            }
+            if (gst_pack_has_minimum(pack))
                 g->shift[entry] = a->scale[from + b] * (float)a->sum[from + b];
         }
     }
@@ -75,8 +99,8 @@ ALWAYS_INLINE void group_gather(enum gst_pack pack, size_t n_group, const struct
 ALWAYS_INLINE void group_product(enum gst_pack pack, size_t n_group, const struct gst_packed *w, size_t tile_begin, size_t tile_end,
                                  const struct gst_qact *a, size_t token, float *y, size_t y_stride)
 {
-    const size_t quant_bytes = pack == GST_PACK_Q8_0 ? 512 : 256, scale_bytes = GST_TILE_ROWS * 2;
     size_t n_all_blocks = w->n_cols / GST_QUANT_BLOCK;
+    struct gst_tile_parts parts = gst_pack_parts(pack, n_all_blocks);
     struct token_group g;
 
     for (size_t block = 0; block < n_all_blocks; block += GROUP_ENTRIES / n_group) {
@@ -85,9 +109,9 @@ ALWAYS_INLINE void group_product(enum gst_pack pack, size_t n_group, const struc
 
         for (size_t tile = tile_begin; tile < tile_end; tile++) {
             const uint8_t *bytes = w->tiles + tile * w->tile_bytes;
-            const uint8_t *scales = bytes + n_all_blocks * quant_bytes;
-            struct tile_run run = {bytes + block * quant_bytes, scales + block * scale_bytes, scales + (n_all_blocks + block) * scale_bytes,
-                                   n_blocks};
+            size_t halves = block / gst_pack_group(pack) * GST_TILE_ROWS * 2;
+            struct tile_run run = {bytes + block * gst_pack_quant_bytes(pack), bytes + parts.scales + halves,
+                                   bytes + parts.minimums + halves, bytes + parts.factors + block * GST_TILE_ROWS * 2, n_blocks};
             size_t row = tile * GST_TILE_ROWS;
             size_t n_rows = w->n_rows - row < GST_TILE_ROWS ? w->n_rows - row : GST_TILE_ROWS;
 
@@ -142,22 +166,24 @@ ALWAYS_INLINE void matmul_groups(enum gst_pack pack, const struct gst_packed *w,
     }
 }
 
-static void matmul_q8_0(const struct gst_packed *w, size_t tile_begin, size_t tile_end, const struct gst_qact *a, size_t n_tokens, float *y,
-                        size_t y_stride)
-{
-    matmul_groups(GST_PACK_Q8_0, w, tile_begin, tile_end, a, n_tokens, y, y_stride);
-}
+#define MATMUL(pack, name)                                                                                                                 \
+    static void name(const struct gst_packed *w, size_t tile_begin, size_t tile_end, const struct gst_qact *a, size_t n_tokens, float *y,  \
+                     size_t y_stride)                                                                                                      \
+    {                                                                                                                                      \
+        matmul_groups(pack, w, tile_begin, tile_end, a, n_tokens, y, y_stride);                                                            \
+    }
 
-static void matmul_q4_0(const struct gst_packed *w, size_t tile_begin, size_t tile_end, const struct gst_qact *a, size_t n_tokens, float *y,
-                        size_t y_stride)
-{
-    matmul_groups(GST_PACK_Q4_0, w, tile_begin, tile_end, a, n_tokens, y, y_stride);
-}
+MATMUL(GST_PACK_Q8_0, matmul_q8_0)
+MATMUL(GST_PACK_Q4_0, matmul_q4_0)
+MATMUL(GST_PACK_Q4_1, matmul_q4_1)
+MATMUL(GST_PACK_Q5_0, matmul_q5_0)
+MATMUL(GST_PACK_Q5_1, matmul_q5_1)
+MATMUL(GST_PACK_Q4_K, matmul_q4_k)
+MATMUL(GST_PACK_Q5_K, matmul_q5_k)
+MATMUL(GST_PACK_Q6_K, matmul_q6_k)
 
-static void matmul_q4_1(const struct gst_packed *w, size_t tile_begin, size_t tile_end, const struct gst_qact *a, size_t n_tokens, float *y,
-                        size_t y_stride)
-{
-    matmul_groups(GST_PACK_Q4_1, w, tile_begin, tile_end, a, n_tokens, y, y_stride);
-}
+#define MATMUL_KERNELS                                                                                                                     \
+    [GST_PACK_Q8_0] = matmul_q8_0, [GST_PACK_Q4_0] = matmul_q4_0, [GST_PACK_Q4_1] = matmul_q4_1, [GST_PACK_Q5_0] = matmul_q5_0,            \
+    [GST_PACK_Q5_1] = matmul_q5_1, [GST_PACK_Q4_K] = matmul_q4_k, [GST_PACK_Q5_K] = matmul_q5_k, [GST_PACK_Q6_K] = matmul_q6_k
 
 #endif

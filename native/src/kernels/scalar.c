@@ -62,6 +62,12 @@ static float silu_f32(float t)
     return t / (1.0f + exp_f32(-t));
 }
 
+static float gelu_f32(float t)
+{
+    float u = t * fma_f32(GELU_C3, t * t, GELU_C1);
+    return t / (1.0f + exp_f32(-u));
+}
+
 /* The tree that ends a 16-lane sum. */
 static float lanes_total(float lane[LANES])
 {
@@ -128,27 +134,34 @@ static void quantize(const float *x, size_t n, int8_t *q, float *scale, int32_t 
     }
 }
 
-/* Quantised value i (0..31) of row r of a tile's block: w of Q8_0 and Q4_0, u of Q4_1. */
+/* Quantised value i (0..31) of row r of a tile's block: w. */
 static int32_t quant_at(enum gst_pack pack, const uint8_t *block, size_t r, size_t i)
 {
-    size_t group = i / 4, byte = i % 4;
-    if (pack == GST_PACK_Q8_0)
-        return (int32_t)block[(group * GST_TILE_ROWS + r) * 4 + byte] - 128;
-    uint8_t pair = block[(group % 4 * GST_TILE_ROWS + r) * 4 + byte];
-    int32_t u = group < 4 ? pair & 15 : pair >> 4;
-    return pack == GST_PACK_Q4_0 ? u - 8 : u;
+    size_t group = i / 4, byte = 4 * r + i % 4, n = 4 * GST_TILE_ROWS; /* n: bytes of a group */
+    unsigned bits = gst_pack_bits(pack);
+    if (bits == 8)
+        return (int32_t)block[group * n + byte] - gst_pack_offset(pack);
+    uint8_t pair = block[group % 4 * n + byte];
+    unsigned u = group < 4 ? pair & 15u : pair >> 4;
+    if (bits == 5)
+        u |= (block[4 * n + byte] >> group & 1u) << 4;
+    if (bits == 6)
+        u |= (block[(4 + group / 4) * n + byte] >> 2 * (group % 4) & 3u) << 4;
+    return (int32_t)u - gst_pack_offset(pack);
 }
 
 static void matmul_packed(enum gst_pack pack, const struct gst_packed *w, size_t tile_begin, size_t tile_end, const struct gst_qact *a,
                           size_t n_tokens, float *y, size_t y_stride)
 {
     size_t n_blocks = w->n_cols / GST_QUANT_BLOCK;
-    size_t block_bytes = pack == GST_PACK_Q8_0 ? 512 : 256;
+    size_t block_bytes = gst_pack_quant_bytes(pack), group = gst_pack_group(pack);
+    struct gst_tile_parts parts = gst_pack_parts(pack, n_blocks);
 
     for (size_t tile = tile_begin; tile < tile_end; tile++) {
-        const uint8_t *quants = w->tiles + tile * w->tile_bytes;         /* [n_blocks][block_bytes] */
-        const uint8_t *scales = quants + n_blocks * block_bytes;         /* [n_blocks][16] f16 */
-        const uint8_t *minimums = scales + n_blocks * GST_TILE_ROWS * 2; /* the same, Q4_1 only */
+        const uint8_t *quants = w->tiles + tile * w->tile_bytes; /* [n_blocks][block_bytes] */
+        const uint8_t *scales = quants + parts.scales;           /* [n_blocks / group][16] f16 */
+        const uint8_t *minimums = quants + parts.minimums;       /* the same */
+        const uint8_t *factors = quants + parts.factors;         /* [n_blocks][2][16] */
 
         for (size_t r = 0; r < GST_TILE_ROWS && tile * GST_TILE_ROWS + r < w->n_rows; r++) {
             for (size_t t = 0; t < n_tokens; t++) {
@@ -156,16 +169,23 @@ static void matmul_packed(enum gst_pack pack, const struct gst_packed *w, size_t
                 for (size_t b = 0; b < n_blocks; b++) {
                     const int8_t *q = a->q + t * w->n_cols + b * GST_QUANT_BLOCK;
                     float scale = a->scale[t * n_blocks + b];
-                    int32_t dot = 0;
+                    int32_t half[2] = {0, 0};
                     for (size_t i = 0; i < GST_QUANT_BLOCK; i++)
-                        dot += quant_at(pack, quants + b * block_bytes, r, i) * q[i];
+                        half[i / 16] += quant_at(pack, quants + b * block_bytes, r, i) * q[i];
+                    int32_t dot = half[0] + half[1];
 
-                    float d = element_at(scales, GST_F16, b * GST_TILE_ROWS + r);
-                    acc = fma_f32((float)dot, scale * d, acc);
-                    if (pack == GST_PACK_Q4_1) {
-                        float m = element_at(minimums, GST_F16, b * GST_TILE_ROWS + r);
-                        acc = fma_f32(m, scale * (float)a->sum[t * n_blocks + b], acc);
+                    const uint8_t *s = factors + b * 2 * GST_TILE_ROWS + r;
+                    float d = element_at(scales, GST_F16, b / group * GST_TILE_ROWS + r);
+                    float m = gst_pack_has_minimum(pack) ? element_at(minimums, GST_F16, b / group * GST_TILE_ROWS + r) : 0.0f;
+                    if (pack == GST_PACK_Q6_K) {
+                        dot = half[0] * (int8_t)s[0] + half[1] * (int8_t)s[GST_TILE_ROWS];
+                    } else if (group > 1) {
+                        d = d * (float)s[0];
+                        m = -(m * (float)s[GST_TILE_ROWS]);
                     }
+                    acc = fma_f32((float)dot, scale * d, acc);
+                    if (gst_pack_has_minimum(pack))
+                        acc = fma_f32(m, scale * (float)a->sum[t * n_blocks + b], acc);
                 }
                 y[t * y_stride + tile * GST_TILE_ROWS + r] = acc;
             }
@@ -173,23 +193,21 @@ static void matmul_packed(enum gst_pack pack, const struct gst_packed *w, size_t
     }
 }
 
-static void matmul_q8_0(const struct gst_packed *w, size_t tile_begin, size_t tile_end, const struct gst_qact *a, size_t n_tokens, float *y,
-                        size_t y_stride)
-{
-    matmul_packed(GST_PACK_Q8_0, w, tile_begin, tile_end, a, n_tokens, y, y_stride);
-}
+#define MATMUL(pack, name)                                                                                                                 \
+    static void name(const struct gst_packed *w, size_t tile_begin, size_t tile_end, const struct gst_qact *a, size_t n_tokens, float *y,  \
+                     size_t y_stride)                                                                                                      \
+    {                                                                                                                                      \
+        matmul_packed(pack, w, tile_begin, tile_end, a, n_tokens, y, y_stride);                                                            \
+    }
 
-static void matmul_q4_0(const struct gst_packed *w, size_t tile_begin, size_t tile_end, const struct gst_qact *a, size_t n_tokens, float *y,
-                        size_t y_stride)
-{
-    matmul_packed(GST_PACK_Q4_0, w, tile_begin, tile_end, a, n_tokens, y, y_stride);
-}
-
-static void matmul_q4_1(const struct gst_packed *w, size_t tile_begin, size_t tile_end, const struct gst_qact *a, size_t n_tokens, float *y,
-                        size_t y_stride)
-{
-    matmul_packed(GST_PACK_Q4_1, w, tile_begin, tile_end, a, n_tokens, y, y_stride);
-}
+MATMUL(GST_PACK_Q8_0, matmul_q8_0)
+MATMUL(GST_PACK_Q4_0, matmul_q4_0)
+MATMUL(GST_PACK_Q4_1, matmul_q4_1)
+MATMUL(GST_PACK_Q5_0, matmul_q5_0)
+MATMUL(GST_PACK_Q5_1, matmul_q5_1)
+MATMUL(GST_PACK_Q4_K, matmul_q4_k)
+MATMUL(GST_PACK_Q5_K, matmul_q5_k)
+MATMUL(GST_PACK_Q6_K, matmul_q6_k)
 
 static void matmul_float(const void *w, enum gst_float_type type, size_t n_cols, size_t row_begin, size_t row_end, const float *x,
                          size_t x_stride, size_t n_tokens, float *y, size_t y_stride)
@@ -232,6 +250,12 @@ static void silu_mul(const float *gate, const float *x, size_t n, float *y)
 {
     for (size_t i = 0; i < n; i++)
         y[i] = silu_f32(gate[i]) * x[i];
+}
+
+static void gelu_mul(const float *gate, const float *x, size_t n, float *y)
+{
+    for (size_t i = 0; i < n; i++)
+        y[i] = gelu_f32(gate[i]) * x[i];
 }
 
 static void sigmoid_mul(const float *gate, const float *x, size_t n, float *y)
@@ -403,12 +427,20 @@ const struct gst_kernels gst_kernels_scalar = {
     .name = "scalar",
     .tier = GEIST_TIER_SCALAR,
     .quantize = quantize,
-    .matmul = {[GST_PACK_Q8_0] = matmul_q8_0, [GST_PACK_Q4_0] = matmul_q4_0, [GST_PACK_Q4_1] = matmul_q4_1},
+    .matmul = {[GST_PACK_Q8_0] = matmul_q8_0,
+               [GST_PACK_Q4_0] = matmul_q4_0,
+               [GST_PACK_Q4_1] = matmul_q4_1,
+               [GST_PACK_Q5_0] = matmul_q5_0,
+               [GST_PACK_Q5_1] = matmul_q5_1,
+               [GST_PACK_Q4_K] = matmul_q4_k,
+               [GST_PACK_Q5_K] = matmul_q5_k,
+               [GST_PACK_Q6_K] = matmul_q6_k},
     .matmul_float = matmul_float,
     .rms_norm = rms_norm,
     .l2_norm = l2_norm,
     .add = add,
     .silu_mul = silu_mul,
+    .gelu_mul = gelu_mul,
     .sigmoid_mul = sigmoid_mul,
     .sigmoid = sigmoid_row,
     .exp = exp_row,

@@ -93,6 +93,20 @@ static inline struct vec16 vec16_load_bf16_first(const void *p, size_t n)
     return vec16_load_bf16(h);
 }
 
+static inline struct vec16 vec16_load_u8(const void *p)
+{
+    __m128i bytes = _mm_loadu_si128(p);
+    return (struct vec16){_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)),
+                          _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8)))};
+}
+
+static inline struct vec16 vec16_load_i8(const void *p)
+{
+    __m128i bytes = _mm_loadu_si128(p);
+    return (struct vec16){_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
+                          _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};
+}
+
 static inline void vec16_store_f16(uint16_t *p, struct vec16 a)
 {
     _mm_storeu_si128((__m128i *)(void *)p, _mm256_cvtps_ph(a.lo, _MM_FROUND_TO_NEAREST_INT));

@@ -76,6 +76,17 @@ static inline struct vec16 vec16_load_bf16_first(const void *p, size_t n)
     return (struct vec16){_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16))};
 }
 
+/* Sixteen small integers as floats. */
+static inline struct vec16 vec16_load_u8(const void *p)
+{
+    return (struct vec16){_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(p)))};
+}
+
+static inline struct vec16 vec16_load_i8(const void *p)
+{
+    return (struct vec16){_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p)))};
+}
+
 static inline void vec16_store_f16(uint16_t *p, struct vec16 a)
 {
     _mm256_storeu_si256((__m256i *)(void *)p, _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT));

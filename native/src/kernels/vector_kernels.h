@@ -47,6 +47,12 @@ static inline struct vec16 vec16_silu(struct vec16 t)
     return vec16_div(t, vec16_add(vec16_set1(1.0f), vec16_exp(vec16_negate(t))));
 }
 
+static inline struct vec16 vec16_gelu(struct vec16 t)
+{
+    struct vec16 u = vec16_mul(t, vec16_fma(vec16_set1(GELU_C3), vec16_mul(t, t), vec16_set1(GELU_C1)));
+    return vec16_div(t, vec16_add(vec16_set1(1.0f), vec16_exp(vec16_negate(u))));
+}
+
 /* Lanes j and j + 8, then j and j + 4 added. */
 static inline __m128 vec16_quarters(struct vec16 a)
 {
@@ -159,6 +165,11 @@ static inline struct vec16 vec16_silu_mul(struct vec16 gate, struct vec16 x)
     return vec16_mul(vec16_silu(gate), x);
 }
 
+static inline struct vec16 vec16_gelu_mul(struct vec16 gate, struct vec16 x)
+{
+    return vec16_mul(vec16_gelu(gate), x);
+}
+
 static inline struct vec16 vec16_sigmoid_mul(struct vec16 gate, struct vec16 x)
 {
     return vec16_mul(x, vec16_sigmoid(gate));
@@ -184,6 +195,11 @@ static void add(const float *x, size_t n, float *y)
 static void silu_mul(const float *gate, const float *x, size_t n, float *y)
 {
     ELEMENTWISE(gate, x, n, y, vec16_silu_mul);
+}
+
+static void gelu_mul(const float *gate, const float *x, size_t n, float *y)
+{
+    ELEMENTWISE(gate, x, n, y, vec16_gelu_mul);
 }
 
 static void sigmoid_mul(const float *gate, const float *x, size_t n, float *y)

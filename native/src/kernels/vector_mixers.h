@@ -237,10 +237,9 @@ static void delta_rule(const float *state_in, float *state_out, size_t dk, size_
 /* ---- the table's entries that both tiers fill with the same names ---- */
 
 #define VECTOR_KERNELS                                                                                                                     \
-    .quantize = quantize, .matmul = {[GST_PACK_Q8_0] = matmul_q8_0, [GST_PACK_Q4_0] = matmul_q4_0, [GST_PACK_Q4_1] = matmul_q4_1},         \
-    .matmul_float = matmul_float, .rms_norm = rms_norm, .l2_norm = l2_norm, .add = add, .silu_mul = silu_mul, .sigmoid_mul = sigmoid_mul,  \
-    .sigmoid = sigmoid_row, .exp = exp_row, .rope = rope, .f32_to_f16 = f32_to_f16, .f16_to_f32 = f16_to_f32, .max = max_row,              \
-    .sum_exp = sum_exp, .all_finite = all_finite, .attend = attend, .scale_by_inverse = scale_by_inverse, .conv_silu = conv_silu,          \
-    .delta_rule = delta_rule
+    .quantize = quantize, .matmul = {MATMUL_KERNELS}, .matmul_float = matmul_float, .rms_norm = rms_norm, .l2_norm = l2_norm, .add = add,  \
+    .silu_mul = silu_mul, .gelu_mul = gelu_mul, .sigmoid_mul = sigmoid_mul, .sigmoid = sigmoid_row, .exp = exp_row, .rope = rope,          \
+    .f32_to_f16 = f32_to_f16, .f16_to_f32 = f16_to_f32, .max = max_row, .sum_exp = sum_exp, .all_finite = all_finite, .attend = attend,    \
+    .scale_by_inverse = scale_by_inverse, .conv_silu = conv_silu, .delta_rule = delta_rule
 
 #endif

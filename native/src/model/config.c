@@ -51,7 +51,6 @@ static const struct key_rule key_rules[] = {
     {"expert_count", KEY_ONLY_VALUE, 0},
     {"expert_used_count", KEY_ONLY_VALUE, 0},
     {"expert_shared_count", KEY_ONLY_VALUE, 0},
-    {"attention.sliding_window", KEY_ONLY_VALUE, 0},
     {"attention.causal", KEY_ONLY_VALUE, 1},
     {"attention.clamp_kqv", KEY_ONLY_VALUE, 0},
     {"attention.max_alibi_bias", KEY_ONLY_VALUE, 0},
@@ -69,6 +68,14 @@ static const struct key_rule key_rules_qwen35[] = {
     {"rope.dimension_sections", KEY_READ, 0}, {"ssm.conv_kernel", KEY_READ, 0},         {"ssm.state_size", KEY_READ, 0},
     {"ssm.group_count", KEY_READ, 0},         {"ssm.time_step_rank", KEY_READ, 0},      {"ssm.inner_size", KEY_READ, 0},
 };
+
+static const struct key_rule key_rules_gemma3[] = {
+    {"attention.sliding_window", KEY_READ, 0},
+    {"attention.sliding_window_pattern", KEY_READ, 0},
+    {"rope.freq_base_swa", KEY_READ, 0},
+};
+
+static const struct key_rule key_rules_others[] = {{"attention.sliding_window", KEY_ONLY_VALUE, 0}};
 
 struct reader {
     const struct geist_gguf *g;
@@ -165,6 +172,10 @@ static enum geist_status check_keys(struct reader *r, enum model_arch arch)
         rule = rule_find(key_rules, sizeof key_rules / sizeof *key_rules, key + n_prefix + 1);
         if (!rule && arch == ARCH_QWEN35)
             rule = rule_find(key_rules_qwen35, sizeof key_rules_qwen35 / sizeof *key_rules_qwen35, key + n_prefix + 1);
+        if (!rule && arch == ARCH_GEMMA3)
+            rule = rule_find(key_rules_gemma3, sizeof key_rules_gemma3 / sizeof *key_rules_gemma3, key + n_prefix + 1);
+        else if (!rule)
+            rule = rule_find(key_rules_others, sizeof key_rules_others / sizeof *key_rules_others, key + n_prefix + 1);
         if (!rule)
             return REFUSE(r, "key %.200s: not known for this architecture, and may change the results", key);
         if (rule->kind == KEY_ONLY_VALUE && !value_is(r->g, key, &r->g->values[i].value, rule->value))
@@ -210,7 +221,7 @@ static enum geist_status read_rope(struct reader *r, struct model_config *c)
 
 static enum geist_status read_attention(struct reader *r, struct model_config *c)
 {
-    bool own_sizes = c->arch == ARCH_QWEN35; /* the format's defaults would be wrong there */
+    bool own_sizes = c->arch == ARCH_QWEN35 || c->arch == ARCH_GEMMA3; /* the format's defaults would be wrong there */
     enum geist_status status;
     uint32_t value_length;
 
@@ -234,6 +245,7 @@ static enum geist_status read_attention(struct reader *r, struct model_config *c
     if (value_length != c->head_dim)
         return REFUSE(r, "key %s is %" PRIu32 "; only the key length, %" PRIu32 ", is supported", full_key(r, "attention.value_length"),
                       value_length, c->head_dim);
+    c->score_scale = (float)(1.0 / __builtin_sqrt((double)c->head_dim));
     return read_rope(r, c);
 }
 
@@ -319,6 +331,43 @@ static enum geist_status read_delta_net(struct reader *r, struct model_config *c
     return GEIST_OK;
 }
 
+/* Gemma 3: five local layers to a global one, unless the file says otherwise; scales of embedding and scores. */
+static enum geist_status read_gemma3(struct reader *r, struct model_config *c)
+{
+    struct geist_value v;
+    uint32_t period = 6;
+    float base;
+    bool found;
+    enum geist_status status = gguf_get_u32(r->g, full_key(r, "attention.sliding_window"), &c->window, &found);
+
+    if (status)
+        return status;
+    if (c->window > MODEL_MAX_CTX)
+        return REFUSE(r, "key %s is %" PRIu32 ", at most %u is supported", r->key, c->window, MODEL_MAX_CTX);
+    status = read_f32(r, "rope.freq_base_swa", 1, 1e12, 10000, &base);
+    if (status)
+        return status;
+    c->rope_base_local = (double)base;
+    if (geist_gguf_value(r->g, full_key(r, "attention.sliding_window_pattern"), &v) && v.type == GEIST_ARRAY) {
+        if (v.item_type != GEIST_BOOL || v.count != c->n_layers)
+            return FORMAT(r, "key %s: must be an array of %" PRIu32 " truth values", r->key, c->n_layers);
+        for (uint32_t i = 0; i < c->n_layers; i++)
+            c->local[i] = c->window && ((const uint8_t *)v.data)[i] != 0;
+    } else {
+        status = read_u32(r, "attention.sliding_window_pattern", 1, UINT32_MAX, period, &period);
+        if (status)
+            return status;
+        for (uint32_t i = 0; i < c->n_layers; i++)
+            c->local[i] = c->window && i % period != period - 1;
+    }
+    c->embd_scale = (float)__builtin_sqrt((double)c->n_embd);
+    /* The 27B model alone, told by its 62 layers, scales scores by its width over its heads (168) and not by the size of a head (128); no
+     * key says so. */
+    if (c->n_layers == 62)
+        c->score_scale = (float)(1.0 / __builtin_sqrt((double)(c->n_embd / c->n_heads)));
+    return GEIST_OK;
+}
+
 static enum geist_status read_layers(struct reader *r, struct model_config *c)
 {
     enum geist_status status;
@@ -364,6 +413,9 @@ static enum geist_status read_all(struct reader *r, struct model_config *c)
     status = read_attention(r, c);
     if (status)
         return status;
+    c->embd_scale = 1;
+    if (c->arch == ARCH_GEMMA3)
+        return read_gemma3(r, c);
     if (c->arch == ARCH_QWEN35) {
         status = check_sections(r, c);
         if (status)
@@ -373,12 +425,16 @@ static enum geist_status read_all(struct reader *r, struct model_config *c)
     return status;
 }
 
+static const char *const arch_names[] = {
+    [ARCH_LLAMA] = "llama", [ARCH_QWEN3] = "qwen3", [ARCH_QWEN35] = "qwen35", [ARCH_GEMMA3] = "gemma3"};
+
+const char *model_arch_name(enum model_arch arch)
+{
+    return arch_names[arch];
+}
+
 enum geist_status model_config_read(const struct geist_gguf *g, struct model_config *out)
 {
-    static const struct {
-        const char *name;
-        enum model_arch arch;
-    } archs[] = {{"llama", ARCH_LLAMA}, {"qwen3", ARCH_QWEN3}, {"qwen35", ARCH_QWEN35}};
     struct reader r = {.g = g};
     char name[64];
     bool found;
@@ -390,12 +446,12 @@ enum geist_status model_config_read(const struct geist_gguf *g, struct model_con
         return status;
     if (!found)
         return FORMAT(&r, "key general.architecture is missing");
-    for (size_t i = 0; i < sizeof archs / sizeof *archs; i++)
-        if (!strcmp(name, archs[i].name)) {
-            r.prefix = archs[i].name;
-            out->arch = archs[i].arch;
+    for (size_t i = 0; i < sizeof arch_names / sizeof *arch_names; i++)
+        if (!strcmp(name, arch_names[i])) {
+            r.prefix = arch_names[i];
+            out->arch = (enum model_arch)i;
         }
     if (!r.prefix)
-        return REFUSE(&r, "general.architecture is %s; llama, qwen3 and qwen35 are supported", name);
+        return REFUSE(&r, "general.architecture is %s; llama, qwen3, qwen35 and gemma3 are supported", name);
     return read_all(&r, out);
 }

@@ -45,13 +45,12 @@ void geist_model_destroy(struct geist_model *m)
 
 void geist_model_get_info(const struct geist_model *m, struct geist_model_info *out)
 {
-    static const char *const names[] = {[ARCH_LLAMA] = "llama", [ARCH_QWEN3] = "qwen3", [ARCH_QWEN35] = "qwen35"};
     const struct model_config *c = &m->config;
     uint64_t matrix_floats = (uint64_t)c->n_v_heads * c->dk * c->dv;
     uint64_t window_floats = c->conv_width ? (uint64_t)(c->conv_width - 1) * c->n_channels : 0;
 
     memset(out, 0, sizeof *out);
-    out->architecture = names[c->arch];
+    out->architecture = model_arch_name(c->arch);
     out->n_layers = c->n_layers;
     out->n_recurrent_layers = m->n_recurrent;
     out->n_attention_layers = m->n_attention;

@@ -16,7 +16,7 @@
 #define MODEL_MAX_VOCAB (1u << 21)
 #define MODEL_MAX_CTX (1u << 24)
 
-enum model_arch { ARCH_LLAMA, ARCH_QWEN3, ARCH_QWEN35 };
+enum model_arch { ARCH_LLAMA, ARCH_QWEN3, ARCH_QWEN35, ARCH_GEMMA3 };
 
 struct model_config {
     enum model_arch arch;
@@ -28,6 +28,12 @@ struct model_config {
     double rope_base;
     double rope_divisor; /* linear scaling: positions are divided by it; 1 without */
     float eps;
+    float score_scale; /* of q . k */
+    float embd_scale;  /* of the embedding's rows */
+    /* sliding windows (gemma3): a local layer sees `window` positions, its own included, and turns by a base of its own, unscaled */
+    uint32_t window; /* 0: no layer is local */
+    double rope_base_local;
+    bool local[MODEL_MAX_LAYERS]; /* per layer */
     /* gated DeltaNet (qwen35), else 0 */
     uint32_t conv_width, n_k_heads, n_v_heads, dk, dv;
     uint32_t n_channels;              /* of the convolution: 2 n_k_heads dk + n_v_heads dv */
@@ -45,10 +51,11 @@ struct model_matrix {
 };
 
 struct model_layer {
-    bool recurrent;
-    uint32_t index;         /* among the layers of its kind: slot of its state */
-    const float *attn_norm; /* [n_embd] */
-    const float *ffn_norm;  /* [n_embd] before the MLP (post_attention_norm in qwen35) */
+    bool recurrent, local;
+    uint32_t index;                               /* among the layers of its kind: slot of its state */
+    const float *attn_norm;                       /* [n_embd] */
+    const float *ffn_norm;                        /* [n_embd] before the MLP (post_attention_norm in qwen35) */
+    const float *mixer_post_norm, *ffn_post_norm; /* [n_embd] of what mixer and MLP add (gemma3), or NULL */
     struct model_matrix ffn_gate, ffn_up, ffn_down;
     /* attention */
     struct model_matrix attn_q, attn_k, attn_v, attn_output; /* attn_q of qwen35: per head q then gate, [n_heads * 2 * head_dim, n_embd] */
@@ -72,7 +79,9 @@ struct geist_model {
     bool tied;
     const float *output_norm;
     struct model_layer *layers; /* owns [n_layers] */
-    double *rope_freq;          /* owns [n_rot / 2]: angle of pair i at position p is p * rope_freq[i] */
+    /* owns [1 or 2, n_rot / 2]: angle of pair i at position p is p * rope_freq[i]; second, where layers are local, their frequencies */
+    double *rope_freq;
+    size_t n_rotations; /* 1, or 2 */
     uint64_t n_params;
     size_t packed_bytes;
     bool bound;
@@ -80,6 +89,8 @@ struct geist_model {
     uint8_t fingerprint[32];
 };
 
+/* config.c: "qwen35", as in general.architecture and before its keys. */
+const char *model_arch_name(enum model_arch arch);
 /* config.c: reads and checks the hyperparameters; n_vocab is left to model_weights_bind. Words on the engine. */
 enum geist_status model_config_read(const struct geist_gguf *g, struct model_config *out);
 /* weights.c: looks up every tensor of m->config, fills layers, matrices, norms, rope_freq and n_params, and refuses tensors that no part of

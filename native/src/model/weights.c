@@ -72,8 +72,8 @@ static void matrix(struct binder *b, const char *name, size_t n_rows, size_t n_c
     out->packed.n_rows = n_rows;
     out->packed.n_cols = n_cols;
     if (!out->type || !out->type->supported)
-        FAIL(b, GEIST_E_UNSUPPORTED, "tensor %s: type %s; F32, F16, BF16, Q8_0, Q4_0 and Q4_1 are supported", name,
-             gguf_tensor_type_name(t));
+        FAIL(b, GEIST_E_UNSUPPORTED, "tensor %s: type %s; F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K and Q6_K are supported",
+             name, gguf_tensor_type_name(t));
 }
 
 static const float *layer_floats(struct binder *b, uint32_t i, const char *part, uint64_t n)
@@ -125,6 +125,7 @@ static void bind_layer(struct binder *b, uint32_t i)
     struct model_layer *l = &m->layers[i];
 
     l->recurrent = c->recurrent[i];
+    l->local = c->local[i];
     l->index = l->recurrent ? m->n_recurrent++ : m->n_attention++;
     l->attn_norm = layer_floats(b, i, "attn_norm.weight", c->n_embd);
     if (l->recurrent)
@@ -132,6 +133,10 @@ static void bind_layer(struct binder *b, uint32_t i)
     else
         bind_attention(b, i, l);
     l->ffn_norm = layer_floats(b, i, c->arch == ARCH_QWEN35 ? "post_attention_norm.weight" : "ffn_norm.weight", c->n_embd);
+    if (c->arch == ARCH_GEMMA3) {
+        l->mixer_post_norm = layer_floats(b, i, "post_attention_norm.weight", c->n_embd);
+        l->ffn_post_norm = layer_floats(b, i, "post_ffw_norm.weight", c->n_embd);
+    }
     layer_matrix(b, i, "ffn_gate.weight", c->n_ff, c->n_embd, &l->ffn_gate);
     layer_matrix(b, i, "ffn_up.weight", c->n_ff, c->n_embd, &l->ffn_up);
     layer_matrix(b, i, "ffn_down.weight", c->n_embd, c->n_ff, &l->ffn_down);
@@ -153,7 +158,7 @@ static void bind_vocabulary(struct binder *b)
     }
     c->n_vocab = t ? (uint32_t)t->dims[1] : 0;
     matrix(b, "token_embd.weight", c->n_vocab, c->n_embd, &m->token_embd);
-    snprintf(key, sizeof key, "%s.vocab_size", c->arch == ARCH_LLAMA ? "llama" : c->arch == ARCH_QWEN3 ? "qwen3" : "qwen35");
+    snprintf(key, sizeof key, "%s.vocab_size", model_arch_name(c->arch));
     if (b->status)
         return;
     b->status = gguf_get_u32(m->gguf, key, &claimed, &found);
@@ -169,7 +174,7 @@ static void bind_vocabulary(struct binder *b)
         matrix(b, "output.weight", c->n_vocab, c->n_embd, &m->output);
 }
 
-/* rope_freq[i] = base^(-2i / n_rot) / divisor, and in Llama 3 each divided by a factor of the file. */
+/* rope_freq[i] = base^(-2i / n_rot) / divisor, and in Llama 3 each divided by a factor of the file. Behind them those of local layers. */
 static void bind_rope(struct binder *b)
 {
     struct geist_model *m = b->m;
@@ -183,13 +188,16 @@ static void bind_rope(struct binder *b)
         factors = floats(b, "rope_freqs.weight", half, 1);
     if (b->status)
         return;
-    m->rope_freq = calloc(half, sizeof *m->rope_freq);
+    m->n_rotations = c->window ? 2 : 1;
+    m->rope_freq = calloc(m->n_rotations * half, sizeof *m->rope_freq);
     if (!m->rope_freq) {
         FAIL(b, GEIST_E_MEMORY, "out of memory for %zu rotation frequencies", half);
         return;
     }
-    for (size_t i = 0; i < half; i++) {
-        double f = gst_pow(c->rope_base, -(2.0 * (double)i) / (double)c->n_rot) / c->rope_divisor;
+    for (size_t k = 0; k < m->n_rotations * half; k++) {
+        size_t i = k % half;
+        double base = k < half ? c->rope_base : c->rope_base_local, divisor = k < half ? c->rope_divisor : 1;
+        double f = gst_pow(base, -(2.0 * (double)i) / (double)c->n_rot) / divisor;
 
         if (factors) {
             if (!(factors[i] > 0) || !(factors[i] - factors[i] == 0)) {
@@ -198,7 +206,7 @@ static void bind_rope(struct binder *b)
             }
             f /= (double)factors[i];
         }
-        m->rope_freq[i] = f;
+        m->rope_freq[k] = f;
         /* Angles at the last position must stay where sine and cosine are defined. */
         if (!(f * (double)c->n_ctx_train <= 0x1p30)) {
             FAIL(b, GEIST_E_UNSUPPORTED, "rotation frequency %zu is %g: too large for %" PRIu32 " positions", i, f, c->n_ctx_train);

@@ -1,10 +1,7 @@
-/* dequant.c - the values a quantised row stands for. Rows are read in place: blocks lie at any address.
+/* dequant.c - the values a quantised row stands for; blocks.c takes the blocks apart. Every operation rounds by itself.
  *
- *     Q8_0: f16 d, int8 q[32]                    w = d q
- *     Q4_0: f16 d, nibbles q[32]                 w = d (q - 8)
- *     Q4_1: f16 d, f16 m, nibbles q[32]          w = d q + m, both operations rounded
- *
- * Nibbles: byte j holds value j below and value j + 16 above. */
+ *     Q8_0, Q4_0, Q5_0: d w        Q4_1, Q5_1: d u + m        Q4_K, Q5_K: (d s) u - (dmin n)        Q6_K: (d s) w
+ */
 #include "quant/quant.h"
 
 static inline uint16_t u16_at(const uint8_t *p)
@@ -37,32 +34,22 @@ void quant_dequantize_row(const struct quant_type *t, const void *row, size_t n,
         float_row(p, t->float_type, n, y);
         return;
     }
-    for (size_t b = 0; b < n / t->block_values; b++, p += t->block_bytes, y += GST_QUANT_BLOCK) {
-        float d = gst_f16_to_f32(u16_at(p));
+    for (size_t b = 0; b < n / GST_QUANT_BLOCK; b++, y += GST_QUANT_BLOCK) {
+        struct quant_block block;
+        float d, m;
 
-        switch (t->pack) {
-        case GST_PACK_Q8_0:
-            for (int i = 0; i < GST_QUANT_BLOCK; i++)
-                y[i] = d * (float)(int8_t)p[2 + i];
-            break;
-        case GST_PACK_Q4_0:
-            for (int i = 0; i < GST_QUANT_BLOCK / 2; i++) {
-                y[i] = d * (float)((p[2 + i] & 15) - 8);
-                y[i + 16] = d * (float)((p[2 + i] >> 4) - 8);
-            }
-            break;
-        case GST_PACK_Q4_1: {
-            float m = gst_f16_to_f32(u16_at(p + 2));
-
-            for (int i = 0; i < GST_QUANT_BLOCK / 2; i++) {
-                y[i] = d * (float)(p[4 + i] & 15) + m;
-                y[i + 16] = d * (float)(p[4 + i] >> 4) + m;
-            }
-            break;
+        quant_block_read(t->pack, p, b, &block);
+        d = gst_f16_to_f32(u16_at(block.d));
+        m = gst_f16_to_f32(u16_at(block.m));
+        if (t->pack == GST_PACK_Q4_K || t->pack == GST_PACK_Q5_K) {
+            d = d * (float)block.s[0];
+            m = -(m * (float)block.s[1]);
         }
-        case GST_PACK_COUNT:
-        case GST_PACK_NONE:
-            break;
+        for (int i = 0; i < GST_QUANT_BLOCK; i++) {
+            float w = (float)((int32_t)block.u[i] - gst_pack_offset(t->pack));
+            float scale = t->pack == GST_PACK_Q6_K ? d * (float)(int8_t)block.s[i / 16] : d;
+
+            y[i] = gst_pack_has_minimum(t->pack) ? scale * w + m : scale * w;
         }
     }
 }

@@ -6,9 +6,9 @@
     {                                                                                                                                      \
         name, number, 1, bytes, true, GST_PACK_NONE, float_type                                                                            \
     }
-#define BLOCKS(name, number, bytes, pack)                                                                                                  \
+#define BLOCKS(name, number, values, bytes, pack)                                                                                          \
     {                                                                                                                                      \
-        name, number, 32, bytes, true, pack, GST_F32                                                                                       \
+        name, number, values, bytes, true, pack, GST_F32                                                                                   \
     }
 #define FOREIGN(name, number, values, bytes)                                                                                               \
     {                                                                                                                                      \
@@ -19,17 +19,17 @@ static const struct quant_type types[] = {
     FLOATS("F32", 0, 4, GST_F32),
     FLOATS("F16", 1, 2, GST_F16),
     FLOATS("BF16", 30, 2, GST_BF16),
-    BLOCKS("Q4_0", 2, 18, GST_PACK_Q4_0),
-    BLOCKS("Q4_1", 3, 20, GST_PACK_Q4_1),
-    BLOCKS("Q8_0", 8, 34, GST_PACK_Q8_0),
-    FOREIGN("Q5_0", 6, 32, 22),
-    FOREIGN("Q5_1", 7, 32, 24),
+    BLOCKS("Q4_0", 2, 32, 18, GST_PACK_Q4_0),
+    BLOCKS("Q4_1", 3, 32, 20, GST_PACK_Q4_1),
+    BLOCKS("Q5_0", 6, 32, 22, GST_PACK_Q5_0),
+    BLOCKS("Q5_1", 7, 32, 24, GST_PACK_Q5_1),
+    BLOCKS("Q8_0", 8, 32, 34, GST_PACK_Q8_0),
+    BLOCKS("Q4_K", 12, 256, 144, GST_PACK_Q4_K),
+    BLOCKS("Q5_K", 13, 256, 176, GST_PACK_Q5_K),
+    BLOCKS("Q6_K", 14, 256, 210, GST_PACK_Q6_K),
     FOREIGN("Q8_1", 9, 32, 40),
     FOREIGN("Q2_K", 10, 256, 84),
     FOREIGN("Q3_K", 11, 256, 110),
-    FOREIGN("Q4_K", 12, 256, 144),
-    FOREIGN("Q5_K", 13, 256, 176),
-    FOREIGN("Q6_K", 14, 256, 210),
     FOREIGN("Q8_K", 15, 256, 292),
     FOREIGN("IQ2_XXS", 16, 256, 66),
     FOREIGN("IQ2_XS", 17, 256, 74),

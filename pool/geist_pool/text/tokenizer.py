@@ -1,7 +1,8 @@
 """Text to token ids with the `tokenizers` library, and ids back to bytes with our own table.
 
-Two encoders share one BPE model: one that knows every added token, and one for text in which control tokens
-are ordinary characters (user-defined tokens are cut out of the text by both). Neither ever adds BOS.
+Of byte-level BPE two encoders share one model: one that knows every added token, and one for text in which control
+tokens are ordinary characters (user-defined tokens are cut out of the text by both). Neither ever adds BOS. SentencePiece
+has a file of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 from geist_pool.errors import BadRequest, ModelError, Unsupported
 from geist_pool.text.checks import check_encodable
-from geist_pool.text.vocabulary import BYTE_OF_CHAR, TokenType, Vocabulary
+from geist_pool.text.sentencepiece import SentencePiece
+from geist_pool.text.vocabulary import BYTE_OF_CHAR, SPACE, TokenType, Vocabulary
 
 # The pieces that BPE works on separately, per `tokenizer.ggml.pre`, as the models' own tokenizer files state
 # them. smollm (single digits first) and gpt2 use the regex that is built into ByteLevel, GPT-2's own.
@@ -67,10 +69,12 @@ class Tokenizer:
         self.vocabulary = vocabulary
         self.eog: frozenset[int] = vocabulary.end_ids()
         """Ids that end a generation."""
-        model = self._bpe(vocabulary)
         cut = [(i, t) for i, t in enumerate(vocabulary.types) if t in _ADDED]
-        self._plain, self._plain_ids = self._encoder(model, [i for i, t in cut if t == TokenType.USER_DEFINED])
-        self._special, self._special_ids = self._encoder(model, [i for i, _ in cut])
+        self._pieces = SentencePiece(vocabulary) if vocabulary.model == "llama" else None
+        if self._pieces is None:
+            model = self._bpe(vocabulary)
+            self._plain, self._plain_ids = self._encoder(model, [i for i, t in cut if t == TokenType.USER_DEFINED])
+            self._special, self._special_ids = self._encoder(model, [i for i, _ in cut])
         self._control_texts = tuple(text for i, text in enumerate(vocabulary.tokens) if vocabulary.is_control(i) and text)
         added = sorted({vocabulary.tokens[i] for i, _ in cut} - {""}, key=len, reverse=True)
         self._added_pattern = re.compile("(" + "|".join(map(re.escape, added)) + ")") if added else re.compile("($^)")
@@ -78,7 +82,7 @@ class Tokenizer:
         present = set(vocabulary.tokens)
         self._spaced = any(char.isspace() for text in added for char in text)  # such a token may lie across a cut
         self._left = lru_cache(LEFTS)(self._left_ids)  # the labels of a request follow the same text
-        self._missing = bytes(b for char, b in BYTE_OF_CHAR.items() if char not in present)
+        self._missing = bytes(b for char, b in BYTE_OF_CHAR.items() if char not in present and self._pieces is None)
 
     @staticmethod
     def _bpe(vocabulary: Vocabulary) -> models.BPE:
@@ -130,6 +134,8 @@ class Tokenizer:
         this vocabulary has no tokens for.
         """
         self.check(text)
+        if self._pieces is not None:
+            return self._pieces.encode(text, special=special)
         encoder, ids = (self._special, self._special_ids) if special else (self._plain, self._plain_ids)
         # A batch of one: `encode` keeps the interpreter's lock, for seconds with a text of megabytes, and nobody else in
         # the process would get a word in.
@@ -139,8 +145,10 @@ class Tokenizer:
     def normalize(self, text: str) -> str:
         """`text` as the ids of `encode(text, special=True)` spell it: in NFC where the model wants that.
 
-        Text of added tokens stays as it is, and nothing is composed across it.
+        Text of added tokens stays as it is, and nothing is composed across it. In SentencePiece U+2581 is a space.
         """
+        if self._pieces is not None:
+            return text.replace(SPACE, " ")
         if self.vocabulary.pre not in _NFC or unicodedata.is_normalized("NFC", text):
             return text
         parts = self._added_pattern.split(text)  # texts of added tokens at the odd places
@@ -209,8 +217,9 @@ class Tokenizer:
         """Whether the pre-tokenizer always cuts between this last byte and this first character, so that nothing needs trying.
 
         No piece has white space behind anything else, but for line ends behind punctuation outside GPT-2's own regex.
+        SentencePiece has no pre-tokenizer, and its pieces may hold a space anywhere.
         """
-        if right not in " \t\r\n" or self._spaced or not left.isascii() or left.isspace() or not left:
+        if self._pieces is not None or self._spaced or right not in " \t\r\n" or not left.isascii() or left.isspace() or not left:
             return False
         return right == " " or self.vocabulary.pre in _GPT2 or left.isalnum()
 
@@ -219,8 +228,10 @@ class Tokenizer:
 
     def _mergeable_text(self, ids: Sequence[int]) -> str:
         """The text at the end of `ids` that could merge with text behind it; "" if there is none."""
+        # In SentencePiece runs of spaces and of newlines are added tokens, and a longer run is another one.
+        ends = _ADDED if self._pieces is None else _ADDED - {TokenType.USER_DEFINED}
         first = len(ids)
-        while first > 0 and self.vocabulary.types[ids[first - 1]] not in _ADDED:
+        while first > 0 and self.vocabulary.types[ids[first - 1]] not in ends:
             first -= 1
         data = self.decode_bytes(ids[first:], special=True)
         while True:

@@ -1,12 +1,14 @@
 """The vocabulary of a model as a value: what its file says about tokens, and the bytes each token stands for.
 
-Only byte-level BPE ("gpt2" in GGUF files) is supported. Such a vocabulary writes every byte of a token as one
-printable character (the byte alphabet of GPT-2, Radford et al. 2019, `bytes_to_unicode`): bytes that are
-printable in Latin-1 stand for themselves, the other 68 are U+0100, U+0101, ... in order of the byte.
+Two kinds are supported. Byte-level BPE ("gpt2" in GGUF files) writes every byte of a token as one printable
+character (the byte alphabet of GPT-2, Radford et al. 2019, `bytes_to_unicode`): bytes that are printable in
+Latin-1 stand for themselves, the other 68 are U+0100, U+0101, ... in order of the byte. SentencePiece ("llama")
+writes tokens as text with U+2581 for a space, and has tokens for single bytes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import cast
@@ -24,6 +26,9 @@ PRE_TOKENIZERS: dict[str, str] = {
     "gpt-2": "gpt2",
 }
 """Values of `tokenizer.ggml.pre` that are understood, to the name used here ("gpt-2" is how files spell gpt2)."""
+
+SPACE = "\u2581"
+"""How SentencePiece writes a space."""
 
 # Texts that end a turn or a document wherever they are control or user-defined tokens. Files name only one or two
 # end tokens by id, chat models emit the others as well: the list is by text, as other engines keep it.
@@ -64,9 +69,10 @@ BYTE_OF_CHAR: dict[str, int] = _byte_alphabet()
 class Vocabulary(msgspec.Struct, frozen=True):
     """Everything text needs to know about a model.
 
-    tokens: [n_tokens] strings; normal tokens in the byte alphabet, the others as plain text.
+    tokens: [n_tokens] strings; normal tokens in the byte alphabet or with U+2581 for spaces, the others as plain text.
     types: [n_tokens] of TokenType.
-    merges: "left right" in order of rank.
+    merges: "left right" in order of rank; none in SentencePiece.
+    scores: [n_tokens], SentencePiece only: the higher, the sooner a token is put together.
     bos, eos, eot: ids named by the file, or None.
     add_bos: the model expects BOS before the first token of a text.
     add_eos: always False (a file that asks for EOS behind every text is refused by `from_metadata`).
@@ -77,6 +83,7 @@ class Vocabulary(msgspec.Struct, frozen=True):
     tokens: tuple[str, ...]
     types: tuple[int, ...]
     merges: tuple[str, ...]
+    scores: tuple[float, ...] = ()
     bos: int | None = None
     eos: int | None = None
     eot: int | None = None
@@ -95,14 +102,14 @@ class Vocabulary(msgspec.Struct, frozen=True):
         size, a token that is no UTF-8 (with its index).
         """
         model = _text(get, "tokenizer.ggml.model")
-        if model != "gpt2":
+        if model not in ("gpt2", "llama"):
             raise Unsupported(
-                f"tokenizer model {model!r} is not supported; byte-level BPE (gpt2) is", path="tokenizer.ggml.model"
+                f"tokenizer model {model!r} is not supported; byte-level BPE (gpt2) and SentencePiece (llama) are",
+                path="tokenizer.ggml.model",
             )
-        pre = _text(get, "tokenizer.ggml.pre")
-        if pre not in PRE_TOKENIZERS:
-            known = ", ".join(PRE_TOKENIZERS)
-            raise Unsupported(f"pre-tokenizer {pre!r} is not supported; supported are {known}", path="tokenizer.ggml.pre")
+        pre = _pre_tokenizer(get) if model == "gpt2" else "default"
+        if model == "llama":
+            _check_sentencepiece(get)
         tokens = _strings(get, "tokenizer.ggml.tokens")
         types = _types(get, len(tokens))
         ids = {name: _token_id(get, f"tokenizer.ggml.{name}_token_id", len(tokens)) for name in ("bos", "eos", "eot")}
@@ -110,8 +117,8 @@ class Vocabulary(msgspec.Struct, frozen=True):
         if add_bos and ids["bos"] is None:
             raise ModelError("the file asks for BOS and names no BOS token", path="tokenizer.ggml.bos_token_id")
         if add_bos is None:
-            # Llama-3 models are trained with BOS, and files that do not say so are read that way elsewhere too.
-            add_bos = pre == "llama-bpe" and ids["bos"] is not None
+            # Llama-3 and SentencePiece models are trained with BOS, and files that do not say so are read that way elsewhere too.
+            add_bos = (pre == "llama-bpe" or model == "llama") and ids["bos"] is not None
         if _flag(get, "tokenizer.ggml.add_eos_token"):
             raise Unsupported(
                 "the file asks for EOS behind every text; a context that ends so cannot be continued",
@@ -120,10 +127,11 @@ class Vocabulary(msgspec.Struct, frozen=True):
         template = get("tokenizer.chat_template")
         return cls(
             model=model,
-            pre=PRE_TOKENIZERS[pre],
+            pre=pre,
             tokens=tokens,
             types=types,
-            merges=_strings(get, "tokenizer.ggml.merges"),
+            merges=_strings(get, "tokenizer.ggml.merges") if model == "gpt2" else (),
+            scores=_scores(get, len(tokens)) if model == "llama" else (),
             bos=ids["bos"],
             eos=ids["eos"],
             eot=ids["eot"],
@@ -148,6 +156,8 @@ class Vocabulary(msgspec.Struct, frozen=True):
             return b""
         if kind == TokenType.BYTE:
             return bytes((int(text[1:-1], 16),))  # "<0x0A>", checked by from_metadata
+        if kind == TokenType.NORMAL and self.model == "llama":
+            return text.replace(SPACE, " ").encode("utf-8")
         if kind == TokenType.NORMAL:
             try:
                 return bytes([BYTE_OF_CHAR[c] for c in text])
@@ -159,13 +169,45 @@ class Vocabulary(msgspec.Struct, frozen=True):
     def end_ids(self) -> frozenset[int]:
         """Ids that end a generation: those the file names and those known by their text."""
         ends = {t for t in (self.eos, self.eot) if t is not None}
-        special = (TokenType.CONTROL, TokenType.USER_DEFINED)
+        by_kind = {TokenType.CONTROL: _END_TEXTS, TokenType.USER_DEFINED: _END_TEXTS - {"</s>"}}  # in Gemma 3 that is HTML
         ends.update(
             i
             for i, (text, kind) in enumerate(zip(self.tokens, self.types, strict=True))
-            if kind in special and text in _END_TEXTS
+            if text in by_kind.get(TokenType(kind), ())
         )
         return frozenset(ends)
+
+
+def _pre_tokenizer(get: Callable[[str], object]) -> str:
+    pre = _text(get, "tokenizer.ggml.pre")
+    if pre not in PRE_TOKENIZERS:
+        known = ", ".join(PRE_TOKENIZERS)
+        raise Unsupported(f"pre-tokenizer {pre!r} is not supported; supported are {known}", path="tokenizer.ggml.pre")
+    return PRE_TOKENIZERS[pre]
+
+
+def _check_sentencepiece(get: Callable[[str], object]) -> None:
+    """Refuses what would change a text before it is cut into pieces."""
+    if _flag(get, "tokenizer.ggml.add_space_prefix") is not False:
+        raise Unsupported(
+            "the file asks for a space before every text (or does not say that it does not); then the pieces of a text "
+            "are not those of its parts",
+            path="tokenizer.ggml.add_space_prefix",
+        )
+    for key in ("tokenizer.ggml.remove_extra_whitespaces", "tokenizer.ggml.precompiled_charsmap"):
+        if get(key):
+            raise Unsupported("the file asks for texts to be normalised, which is not supported", path=key)
+
+
+def _scores(get: Callable[[str], object], n_tokens: int) -> tuple[float, ...]:
+    key = "tokenizer.ggml.scores"
+    values = _list(get, key)
+    if len(values) != n_tokens:
+        raise ModelError(f"{key} has {len(values)} entries for {n_tokens} tokens", path=key)
+    for i, value in enumerate(values):
+        if not isinstance(value, float) or not math.isfinite(value):
+            raise ModelError(f"{key}[{i}] is {value!r}, not a finite number", path=key, index=i)
+    return tuple(cast("Sequence[float]", values))
 
 
 def _text(get: Callable[[str], object], key: str) -> str:
