@@ -12,9 +12,7 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,8 +20,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from pool_kit import Reference, ids, private_run_dir, running, until
 
-from geist_pool import engine, errors
+from geist_pool import errors
 from geist_pool.client import Client
 from geist_pool.config import PoolConfig, store_key
 from geist_pool.protocol import GenerateResult, Message, Sampling
@@ -39,33 +38,6 @@ OTHER = "A quite different prompt about nothing in particular."
 NAME = f"it-{os.getpid()}"
 
 
-class Reference:
-    """A session of its own in this process: what everything must equal."""
-
-    def __init__(self, path: Path, cache: Path) -> None:
-        self.engine = engine.Engine("auto", 1)
-        self.model = engine.Model(self.engine, path, cache_dir=cache)
-
-    def close(self) -> None:
-        self.model.close()
-        self.engine.close()
-
-    def generate(self, tokens: tuple[int, ...], n: int, sampling: Sampling | None = None) -> tuple[int, ...]:
-        out: list[int] = []
-        with engine.Session(self.model) as session:
-            session.prefill(tokens)
-            session.set_sampler(sampling or Sampling())
-            for _ in range(n):
-                out.append(session.sample())
-                session.decode(out[-1])
-        return tuple(out)
-
-    def score(self, tokens: tuple[int, ...], label: tuple[int, ...]) -> tuple[float, ...]:
-        with engine.Session(self.model) as session:
-            session.prefill(tokens)
-            return tuple(float(x) for x in session.score(label))
-
-
 @pytest.fixture(scope="module")
 def reference(tiny_model: Callable[..., Path], packed_dir: Path) -> Iterator[Reference]:
     made = Reference(tiny_model("qwen35-tiny"), packed_dir)
@@ -76,19 +48,9 @@ def reference(tiny_model: Callable[..., Path], packed_dir: Path) -> Iterator[Ref
 @pytest.fixture(scope="module")
 def make_config(tiny_model: Callable[..., Path], packed_dir: Path) -> Iterator[Callable[..., PoolConfig]]:
     """Configurations whose sockets lie in a directory of this module, with a short path as sockets need it."""
-    with tempfile.TemporaryDirectory(prefix="gp-") as run, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_RUNTIME_DIR", run)
+    with private_run_dir():
         fields = {"model": str(tiny_model("qwen35-tiny")), "workers": 2, "cache_dir": str(packed_dir), "memory": 64 << 20}
         yield lambda **changes: PoolConfig(**{**fields, "log_level": "error", "pin_cores": False, **changes})
-        assert list((Path(run) / "geist-pool").iterdir()) == []
-
-
-@contextmanager
-def running(config: PoolConfig) -> Iterator[Supervisor]:
-    """A pool that may leave nothing in shared memory."""
-    with Supervisor(config) as pool:
-        yield pool
-    assert shm.list_objects(store_key(config.name)) == []
 
 
 @pytest.fixture(scope="module")
@@ -105,17 +67,6 @@ def client(pool: Supervisor) -> Iterator[Client]:
         yield made
         for context in made.contexts():
             made.drop_context(context.id)
-
-
-def ids(client: Client, *texts: str) -> tuple[int, ...]:
-    return tuple(t for text in texts for t in client.tokenize(text).tokens)
-
-
-def until(what: Callable[[], bool], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.01)
 
 
 # ---- answers

@@ -150,10 +150,18 @@ no_memory:
 
 /* ---- taking tokens in ---- */
 
-static enum geist_status check_tokens(struct geist_session *s, const int32_t *tokens, size_t n)
+static enum geist_status check_ids(struct geist_session *s, const int32_t *ids, size_t n)
 {
     uint32_t n_vocab = s->model->config.n_vocab;
 
+    for (size_t i = 0; i < n; i++)
+        if (ids[i] < 0 || (uint32_t)ids[i] >= n_vocab)
+            return gst_fail(s->error, GEIST_E_TOKEN, "token %zu is %d, outside the vocabulary of %u", i, (int)ids[i], n_vocab);
+    return GEIST_OK;
+}
+
+static enum geist_status check_tokens(struct geist_session *s, const int32_t *tokens, size_t n)
+{
     if (!tokens || n == 0)
         return gst_fail(s->error, GEIST_E_ARGUMENT, "no tokens");
     if (s->broken)
@@ -161,10 +169,7 @@ static enum geist_status check_tokens(struct geist_session *s, const int32_t *to
     if (n > s->n_ctx - s->n_tokens)
         return gst_fail(s->error, GEIST_E_TOO_LONG, "%zu tokens behind %zu are more than the limit of %zu positions", n, s->n_tokens,
                         s->n_ctx);
-    for (size_t i = 0; i < n; i++)
-        if (tokens[i] < 0 || (uint32_t)tokens[i] >= n_vocab)
-            return gst_fail(s->error, GEIST_E_TOKEN, "token %zu is %d, outside the vocabulary of %u", i, (int)tokens[i], n_vocab);
-    return GEIST_OK;
+    return check_ids(s, tokens, n);
 }
 
 /* Checked tokens, in passes. `pending`: leave the last row's logits. The output's rows and hidden states are of all n tokens. */
@@ -229,16 +234,6 @@ enum geist_status geist_session_logits(struct geist_session *s, const float **ou
     if (status == GEIST_OK)
         *out = s->logits;
     return status;
-}
-
-static enum geist_status check_ids(struct geist_session *s, const int32_t *ids, size_t n)
-{
-    uint32_t n_vocab = s->model->config.n_vocab;
-
-    for (size_t i = 0; i < n; i++)
-        if (ids[i] < 0 || (uint32_t)ids[i] >= n_vocab)
-            return gst_fail(s->error, GEIST_E_TOKEN, "token %zu is %d, outside the vocabulary of %u", i, (int)ids[i], n_vocab);
-    return GEIST_OK;
 }
 
 enum geist_status geist_session_logprobs(struct geist_session *s, const int32_t *ids, size_t n, float *out)
