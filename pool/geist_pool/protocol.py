@@ -572,6 +572,13 @@ class CreateWork(Struct, frozen=True, tag_field="work", tag="create"):
     grant: Grant
 
 
+class Said(Struct, frozen=True):
+    """What the client has already been sent of one sample, by a worker that has died since."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None  # one for each token, where the request wants them
+
+
 class GenerateWork(Struct, frozen=True, tag_field="work", tag="generate"):
     tokens: tuple[int, ...]  # suffix, or the whole prompt where the chain is empty
     max_tokens: int
@@ -582,6 +589,7 @@ class GenerateWork(Struct, frozen=True, tag_field="work", tag="generate"):
     logprobs: int | None
     n: int = 1
     grant: Grant | None = None  # publish what it leaves; only with n = 1
+    said: tuple[Said, ...] = ()  # by sample, or nothing: prefilled instead of being drawn again
 
 
 class SaveWork(Struct, frozen=True, tag_field="work", tag="save"):

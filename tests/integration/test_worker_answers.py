@@ -328,3 +328,77 @@ def test_a_cancelled_answer_is_not_kept(paper_broker, pool_name: str) -> None:
     result = broker.last_word(job).result
     assert (result.finish_reason, result.published, result.publish_error) == ("cancelled", None, None)
     assert shm.list_objects(pool_name) == []
+
+
+# ---- going on behind what a dead worker has said
+
+
+def said_of(sample: p.SampleDone, n: int) -> p.Said:
+    return p.Said(sample.tokens[:n], None if sample.logprobs is None else sample.logprobs[:n])
+
+
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_an_answer_goes_on_where_it_broke_off(paper_broker, logprobs: int | None) -> None:
+    """After any number of tokens, the last one included, the rest is the same and only the rest is sent; tokens and bytes count
+    as if nothing had happened. What was said costs a prefill: no draw and no pass for each of its tokens."""
+    broker = paper_broker()
+    worker = broker.start()
+    other = broker.start(tier="scalar", prefill_chunk=7)
+    free = broker.run(worker, generate(ids(20), 14, sampling=HOT)).result.data
+    stops = (free[:2] + b"\xff", free[-3:])
+    work = generate(ids(20), 14, sampling=HOT, stop=stops, stream=True, logprobs=logprobs)
+    whole = broker.run(worker, work)
+    (sample,) = samples(whole.result)
+    assert whole.result.finish_reason == "stop"
+    for n in range(1, len(sample.tokens) + 1):
+        broker.heard.clear()
+        again = broker.run(other, msgspec.structs.replace(work, said=(said_of(sample, n),)))
+        assert (again.result, again.usage) == (whole.result, whole.usage)
+        parts = [m for _, m in broker.heard if isinstance(m, p.Tokens)]
+        assert parts[0].index == n - 1, "only the last token of those that were said is gone through again"
+        assert tuple(t for part in parts for t in part.tokens) == sample.tokens[n - 1 :]
+        assert all(sample.data[part.byte_index :].startswith(part.data) for part in parts)
+
+
+def test_samples_go_on_where_they_broke_off(paper_broker) -> None:
+    """One whole, one begun, two not begun."""
+    broker = paper_broker()
+    worker, other = broker.start(), broker.start()
+    chain = broker.create(worker, ids(70))
+    broker.answer(other, p.Announce(chain))
+    work = generate(ids(9, seed=2), 10, n=4, sampling=HOT, stream=True)
+    whole = broker.run(worker, work, chain)
+    first, second, *rest = samples(whole.result)
+    said = (said_of(first, 10), said_of(second, 4), *(said_of(r, 0) for r in rest))
+    again = broker.run(other, msgspec.structs.replace(work, said=said), chain)
+    assert (again.result, again.usage) == (whole.result, whole.usage)
+    drop(chain)
+
+
+def test_what_is_kept_of_an_answer_that_broke_off(paper_broker, model: Model) -> None:
+    """The same context, wherever it broke off, also if a stop string had begun before and is complete only afterwards."""
+    broker = paper_broker()
+    worker = broker.start()
+    free = broker.run(worker, generate(ids(20), 14, sampling=HOT)).result
+    ends = [0]
+    for i in range(14):
+        ends.append(ends[-1] + len(model.token_bytes(free.tokens[i])))
+    kept_at: set[int | None] = set()
+    for start in range(ends[5], ends[9]):
+        work = generate(ids(20), 14, sampling=HOT, stop=(b"\xff\xfe", free.data[start : start + 9]), stream=True)
+        whole, grant = kept(broker, worker, work, (), 20)
+        (sample,) = samples(whole)
+        if whole.published is not None:
+            drop((whole.published,))
+        for n in range(1, len(sample.tokens) + 1):
+            again, grant = kept(broker, worker, msgspec.structs.replace(work, said=(said_of(sample, n),)), (), 20)
+            assert (again.tokens, again.data, again.finish_reason) == (whole.tokens, whole.data, whole.finish_reason)
+            assert (again.published is None) == (whole.published is None), (start, n)
+            if again.published is not None:
+                k = again.published.n_tokens - 20
+                same_as_created(broker, worker, again, grant, ids(20), (), k)
+                drop((again.published,))
+                kept_at.add(k)
+            else:
+                kept_at.add(None)
+    assert len(kept_at) > 3 and None in kept_at, kept_at

@@ -37,7 +37,7 @@ from geist_pool.protocol import (
     Score,
 )
 
-STORY_LENGTH: Final = 10_000
+STORY_LENGTH: Final = 4_000
 REMEMBERED: Final = (ContextCreate, ContextDrop, ContextSave, ContextLoad, Generate, Score)
 """Requests whose answer is given again when they are repeated; the others are answered anew, as things are now."""
 
@@ -65,8 +65,9 @@ class MachineConfig(Struct, frozen=True, kw_only=True):
     spaces: Mapping[str, Quota] = {}  # limits of single spaces
     token_bytes: int = 64  # of the vocabulary's longest token
     remember_s: float = 60.0  # how long answers are remembered, and how many, and how many bytes of them
-    remember_replies: int = 1024
+    remember_replies: int = 512
     remember_bytes: int = 32 << 20
+    linger_s: float = 1.0  # how long the work for a client whose connection has ended goes on, in case it asks again on another
 
 
 class Random(Protocol):
@@ -96,6 +97,7 @@ class Books:
         self.queued: Counter[str] = Counter()  # jobs that no worker holds yet, by space
         self.remembered = Remembered(seconds=config.remember_s, replies=config.remember_replies, n_bytes=config.remember_bytes)
         self.repeats: dict[RepeatKey, Ticket] = {}  # live ones that may be asked for again, by what is asked
+        self.leaving: deque[Ticket] = deque()  # whose clients have gone, oldest first; some may have ended or come back
         self.story = Story(STORY_LENGTH)
         self._deadlines: list[tuple[float, int, Ticket]] = []  # a heap
         self._n_deadlines = 0
@@ -153,6 +155,26 @@ class Books:
             late.append(ticket)
         return late
 
+    def leave(self, ticket: Ticket) -> bool:
+        """Its client's connection has ended. True if the request may yet be asked for again: then it goes on for a while."""
+        may_return = ticket.digest and isinstance(ticket.request, REMEMBERED) and self.config.linger_s > 0 and not self.stopping
+        if may_return:
+            ticket.left = self.now
+            self.leaving.append(ticket)
+        return bool(may_return)
+
+    def next_not_returned(self) -> Ticket | None:
+        """One that has not been asked for again in time, if there is one; it is to be ended."""
+        while self.leaving:
+            ticket = self.leaving[0]
+            lives = self.tickets.get(ticket.key) is ticket
+            if lives and ticket.left is not None and self.now - ticket.left < self.config.linger_s:
+                return None
+            self.leaving.popleft()
+            if lives and ticket.left is not None:
+                return ticket
+        return None
+
     def end_ticket(self, ticket: Ticket, reply: Reply | None) -> None:
         """The one place where a request ends: with its final reply, or with None because its client is gone."""
         del self.tickets[ticket.key]
@@ -170,12 +192,12 @@ class Books:
                     self.repeats[ticket.repeat_key] = other
         why = "gone" if reply is None else "ok" if reply.error is None else reply.error.code
         self.tell("request", request_name(ticket.request_id), "received", "ended", why, space=job.space, job=job.key)
-        if reply is None:
+        if reply is not None and repeatable and reply.ok:
+            self.remembered.keep(ticket.repeat_key, reply, self.now)
+        if reply is None or ticket.left is not None:
             self.counters.gone_silently += 1
             return
         assert reply.final
-        if repeatable and reply.ok:
-            self.remembered.keep(ticket.repeat_key, reply, self.now)
         self.reply(ticket.route, ticket.request_id, reply, json=ticket.json)
 
     def fail_ticket(self, ticket: Ticket, error: GeistPoolError | ErrorBody) -> None:

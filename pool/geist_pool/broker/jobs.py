@@ -86,6 +86,7 @@ class Ticket:
     created: bool = True  # for creates: it was the one that began the job
     digest: bytes = b""  # of the request's body
     text: TextDone | None = None  # for creates that joined another's job: what their own text is
+    left: float | None = None  # when its client's connection ended: it may come back for this, and is sent nothing meanwhile
 
     @property
     def peer(self) -> bytes:

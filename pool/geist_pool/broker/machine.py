@@ -52,6 +52,7 @@ from geist_pool.protocol import (
     ContextSaved,
     Generate,
     Info,
+    Reply,
     Request,
     Result,
     SavedListResult,
@@ -137,6 +138,7 @@ class Machine:
         books.counters.asked(request.space, OPS[type(request)])
         try:
             intake.check_request(request, can_stream=event.can_stream)
+            self._free_id(event)
             if repeats.taken_care_of(books, event, request):
                 return
             if isinstance(request, Info):
@@ -157,6 +159,12 @@ class Machine:
             return
         repeats.remember(books, event, request, ok(result))
         books.reply(event.route, event.request_id, ok(result), json=event.json)
+
+    def _free_id(self, event: Received) -> None:
+        """A client that is back under its old name asks something else by this id: nobody comes for what it asked before."""
+        before = self._books.tickets.get((event.peer, event.request_id))
+        if before is not None and before.left is not None and before.digest != event.digest:
+            self._abandon(before, None)
 
     def _look_up(self, request: ContextList | ContextGet | ContextDrop) -> Result:
         books = self._books
@@ -360,14 +368,22 @@ class Machine:
             books.log("client_gone", why=event.why, requests=len(tickets), dropped=event.dropped)
         slow = failed(Cancelled("answers and chunks were not read; this request was ended when they became too many"))
         for ticket in tickets:
-            job = books.jobs[ticket.job]
-            books.end_ticket(ticket, slow if event.why == "slow" else None)
-            if job.tickets:
-                continue
-            if job.state in HELD_BY_WORKER:
-                self._call_off(job, "cancelled", finish=False)
-            else:
-                books.move(job, "ended", event.why)
+            if event.why == "slow":
+                self._abandon(ticket, slow)
+            elif ticket.left is None and not books.leave(ticket):
+                self._abandon(ticket, None)
+
+    def _abandon(self, ticket: Ticket, reply: Reply | None) -> None:
+        """Nobody reads the answer: the request ends, and with it what is done for it alone."""
+        books = self._books
+        job = books.jobs[ticket.job]
+        books.end_ticket(ticket, reply)
+        if job.tickets:
+            return
+        if job.state in HELD_BY_WORKER:
+            self._call_off(job, "cancelled", finish=False)
+        else:
+            books.move(job, "ended", "disconnected" if reply is None else "slow")
 
     # ---- time
 
@@ -376,6 +392,8 @@ class Machine:
         for ticket in books.late_tickets():
             if books.jobs[ticket.job].state != "cancelling":  # else its worker has been told
                 self._give_up(ticket, "deadline")
+        while (absent := books.next_not_returned()) is not None:
+            self._abandon(absent, None)
         books.remembered.expire(books.now)
         for worker, ping in books.fleet.heartbeat(books.now, every_s=config.heartbeat_s, timeout_s=config.worker_timeout_s):
             if ping == "silent":

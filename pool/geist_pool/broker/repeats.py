@@ -22,7 +22,7 @@ def taken_care_of(books: Books, event: Received, request: Request) -> bool:
     if same_peer is not None:
         if not event.digest or event.digest != same_peer.digest:
             raise BadRequest("a request of this id is in flight already", path="id")
-        same_peer.route, same_peer.json = event.route, event.json
+        same_peer.route, same_peer.json, same_peer.left = event.route, event.json, None
         _catch_up(books, books.jobs[same_peer.job], same_peer)
         return True
     if not event.digest or not isinstance(request, REMEMBERED):

@@ -193,7 +193,8 @@ def tokens(books: Books, job: Job, worker: Worker, message: Tokens) -> None:
 
 def send_chunk(books: Books, job: Job, chunk: Result) -> None:
     for ticket in job.tickets:
-        books.reply(ticket.route, ticket.request_id, replies.ok(chunk, final=False), json=ticket.json)
+        if ticket.left is None:
+            books.reply(ticket.route, ticket.request_id, replies.ok(chunk, final=False), json=ticket.json)
 
 
 def done(books: Books, job: Job, worker: Worker, message: Done) -> None:

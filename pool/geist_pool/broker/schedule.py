@@ -32,6 +32,7 @@ from geist_pool.protocol import (
     LoadWork,
     Message,
     Publish,
+    Said,
     SaveWork,
     Score,
     ScoreWork,
@@ -278,7 +279,17 @@ def work_of(books: Books, job: Job) -> Work:
         logprobs=request.logprobs,
         n=request.n,
         grant=job.grant,
+        said=said(job, request),
     )
+
+
+def said(job: Job, request: Generate) -> tuple[Said, ...]:
+    """What an attempt that died has streamed: the next one goes on behind it, since it would draw the same."""
+    streams = job.streams or []
+    if not any(s.tokens for s in streams):
+        return ()
+    with_logprobs = request.logprobs is not None
+    return tuple(Said(tuple(s.tokens), tuple(s.logprobs) if with_logprobs else None) for s in streams)
 
 
 def saved_envelope(job: Job) -> Envelope:

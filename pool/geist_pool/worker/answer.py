@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from geist_pool.engine import Model, Session
-from geist_pool.protocol import GenerateWork, SampleDone, TokenLogprob, Tokens
+from geist_pool.protocol import GenerateWork, Said, SampleDone, TokenLogprob, Tokens
 from geist_pool.text.stream import StopMatcher
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline"]
@@ -53,13 +53,23 @@ class Answer:
     def add(self, token: int, session: Session) -> None:
         """The session's next token, before it is taken in: its log-probability is among the pending ones."""
         logprob = self._logprob(token, session) if self._work.logprobs is not None else None
+        data = self._take(token, logprob)
+        self._emit((token,), data, None if logprob is None else (logprob,))
+
+    def recall(self, said: Said, n_tokens: int) -> None:
+        """The first tokens of the answer, as an earlier attempt has streamed them: they are not sent again."""
+        for token, logprob in zip(said.tokens[:n_tokens], said.logprobs or [None] * n_tokens, strict=False):
+            self._data += self._take(token, logprob)
+
+    def _take(self, token: int, logprob: TokenLogprob | None) -> bytes:
+        """One token more; the bytes that have become certain by it."""
         said = self._model.token_bytes(token)
         data, self._stop_index = self._matcher.feed(said)
         self.tokens.append(token)
         self.ends.append(self.ends[-1] + len(said))
         if logprob is not None:
             self._logprobs.append(logprob)
-        self._emit((token,), data, None if logprob is None else (logprob,))
+        return data
 
     def finish(self, reason: FinishReason) -> SampleDone:
         """The whole answer; bytes held back for a stop string that did not come belong to it. A later call gives the same."""
@@ -90,6 +100,26 @@ class Answer:
             return TokenLogprob(token, value)
         ids, values = session.top(min(k, self._model.info.n_vocab))
         return TokenLogprob(token, value, tuple(zip(ids.tolist(), values.tolist(), strict=True)))
+
+
+def n_recalled(said: Said, work: GenerateWork, model: Model) -> int:
+    """How many of the tokens that were streamed before may be prefilled in one go; the others are gone through one by one.
+
+    The last one always is, since it may have been the answer's end. Where the answer is to be kept, so are those whose bytes may
+    begin a stop string: the state before them may be the one that is kept (see Ending).
+    """
+    n = len(said.tokens) - 1
+    if work.grant is None:
+        return n
+    matcher = StopMatcher(work.stop)
+    ends, certain = [0], 0
+    for token in said.tokens:
+        piece = model.token_bytes(token)
+        ends.append(ends[-1] + len(piece))
+        certain += len(matcher.feed(piece)[0])
+    while n > 0 and ends[n] > certain:
+        n -= 1
+    return n
 
 
 class Ending:

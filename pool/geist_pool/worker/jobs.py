@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from typing import Final, Literal
@@ -50,7 +51,7 @@ from geist_pool.protocol import (
 )
 from geist_pool.store import files, layout
 from geist_pool.store.shm import Publication
-from geist_pool.worker.answer import Answer, Ending, FinishReason, unsaid
+from geist_pool.worker.answer import Answer, Ending, FinishReason, n_recalled, unsaid
 from geist_pool.worker.contexts import ContextCache
 from geist_pool.worker.faults import Faults
 from geist_pool.worker.gauges import Gauges
@@ -172,15 +173,20 @@ class Job:
         yield
 
     def _prefill(self, tokens: tuple[int, ...]) -> Generator[None, None, None]:
+        for n in self._take_in(self.session, tokens):
+            self._prefilled += n
+            yield
+
+    def _take_in(self, session: Session, tokens: tuple[int, ...]) -> Iterator[int]:
+        """A chunk a pass; how many tokens that were."""
         for start in range(0, len(tokens), self.room.chunk):
             self.room.faults("prefill")
             chunk = tokens[start : start + self.room.chunk]
             with self._clock("prefill"):
-                self.session.prefill(chunk)
-            self._prefilled += len(chunk)
+                session.prefill(chunk)
             self.room.gauges.passes += 1
             self.room.gauges.tokens_prefilled += len(chunk)
-            yield
+            yield len(chunk)
 
     def _create(self, work: CreateWork) -> CreateDone:
         self.room.faults("publish")
@@ -229,16 +235,25 @@ class Job:
         session.set_sampler(msgspec.structs.replace(work.sampling, stream=work.sampling.stream + i))
         answer = Answer(work, self.room.model, self.id, self.assign.attempt, i, self.room.send)
         self._answers.append(answer)
+        said = work.said[i] if work.said and work.said[i].tokens else None
         with closing(Ending(session, answer, watch=work.grant is not None)) as ending:
-            while self._draw(work, session, answer, ending):
+            known: deque[int] = deque()
+            if said is not None:
+                n = n_recalled(said, work, self.room.model)
+                for taken in self._take_in(session, said.tokens[:n]):
+                    self._generated += taken
+                    yield
+                answer.recall(said, n)
+                known.extend(said.tokens[n:])
+            while self._draw(work, session, answer, ending, known):
                 yield
             return _Kept() if work.grant is None else self._keep(ending, answer.finish("stop").data, work.grant)
 
-    def _draw(self, work: GenerateWork, session: Session, answer: Answer, ending: Ending) -> bool:
-        """The next token; False if the answer is finished."""
+    def _draw(self, work: GenerateWork, session: Session, answer: Answer, ending: Ending, known: deque[int]) -> bool:
+        """The next token, from `known` while it lasts; False if the answer is finished."""
         self.room.faults("decode")
         with self._clock("decode"):
-            token = session.sample()
+            token = known.popleft() if known else session.sample()
             if token in work.eog:
                 answer.finish("stop")
                 return False

@@ -159,8 +159,11 @@ class FakeWorker:
             base = self.map(message) if message.chain else ()
             work = message.work
             suffix = () if isinstance(work, SaveWork | LoadWork) else work.tokens
-            samples = work.n if isinstance(work, GenerateWork) else 0
-            self.jobs[message.job] = FakeJob(message, base + suffix, [[] for _ in range(samples)])
+            answers: list[list[int]] = []
+            if isinstance(work, GenerateWork):  # the last token of what was said before is gone through again
+                answers = [list(said.tokens[:-1]) for said in work.said] or [[] for _ in range(work.n)]
+                assert len(answers) == work.n
+            self.jobs[message.job] = FakeJob(message, base + suffix, answers)
         elif isinstance(message, Announce):
             try:
                 self.map(message)

@@ -30,6 +30,7 @@ from geist_pool.protocol import (
     Message,
     Mismatch,
     Ping,
+    Said,
     Sampling,
     Score,
     Shutdown,
@@ -439,7 +440,10 @@ def test_stream_after_a_death_repeats_nothing(world):
     for _ in range(3):
         first.step()
     first.die()
-    world.hello("w1")
+    second = world.hello("w1")
+    (assign,) = [m for m in second.inbox if isinstance(m, Assign)]
+    seen = tuple(t for c in world.chunks("g") for t in c.tokens)
+    assert assign.work.said == (Said(seen),) and len(seen) == 3, "it is drawn again"
     world.run()
     got = world.result("g")
     assert tuple(t for c in world.chunks("g") for t in c.tokens) == got.tokens and len(got.tokens) == 6
@@ -450,7 +454,7 @@ def test_stream_after_a_death_repeats_nothing(world):
 
 
 def test_second_attempt_cut_short_does_not_take_back_what_was_seen(world):
-    """Found by the random events: three tokens streamed, a death, and the repeat is cancelled after its first token."""
+    """Found by the random events: three tokens streamed, a death, and the second attempt is cancelled before it has caught up."""
     first = world.hello("w0")
     world.ask(Generate(text="a", max_tokens=6, stream=True), "g")
     first.read_all()
@@ -459,7 +463,6 @@ def test_second_attempt_cut_short_does_not_take_back_what_was_seen(world):
     first.die()
     second = world.hello("w1")
     second.read_all()
-    second.step()
     world.ask(Cancel(id="g"), "x")
     second.read_all()
     got = world.result("g")
@@ -602,6 +605,8 @@ def test_gone_client_is_silent_and_its_work_ends(world):
     worker.read_all()
     worker.step()
     world.handle(ClientGone(b"gone"))
+    world.now += world.machine.books.config.linger_s
+    world.handle(Tick())
     assert any(isinstance(m, CancelJob) and not m.finish for m in worker.inbox)
     worker.read_all()
     world.run()

@@ -10,6 +10,7 @@ from geist_pool.broker.remembered import Remembered
 from geist_pool.protocol import (
     Assign,
     Cancel,
+    CancelJob,
     CancelResult,
     ContextCreate,
     ContextDrop,
@@ -88,6 +89,72 @@ def test_asked_again_in_flight_on_the_same_connection(world):
     world.handle(Received((b"c",), b"s", request, False, False, digest))
     world.handle(Received((b"c",), b"s", Generate(text="b"), False, False, b"e" * 16))
     assert world.error("s").code == "bad_request" and world.error("s").path == "id"
+
+
+def test_a_client_that_comes_back_in_time_finds_its_work_going_on(world):
+    """Its connection ends in the middle of a stream, and it asks again on another one: nothing is computed twice."""
+    worker = world.hello()
+    request = Generate(text="a", max_tokens=4, stream=True)
+    world.ask(request, "r", peer=b"one")
+    worker.read_all()
+    worker.step()
+    world.handle(ClientGone(b"one"))
+    n_sent = len(world.replies)
+    worker.step()
+    assert len(world.replies) == n_sent, "nobody is there to read it"
+    world.ask(request, "r", peer=b"two")
+    assert [len(c.tokens) for c in world.chunks("r", b"two")] == [2]
+    world.now += world.machine.books.config.linger_s
+    world.handle(Tick())
+    world.run()
+    got = world.result("r", b"two")
+    assert tuple(t for c in world.chunks("r", b"two") for t in c.tokens) == got.tokens and len(got.tokens) == 4
+    assert got.attempts == 1 and world.stats.fleet[0].jobs_done == 1 and not world.machine.books.tickets
+
+
+def test_an_answer_that_came_while_its_client_was_away_is_remembered(world):
+    worker = world.hello()
+    request = Generate(text="a", max_tokens=2)
+    world.ask(request, "r", peer=b"one")
+    world.handle(ClientGone(b"one"))
+    world.run()
+    assert not [r for r in world.replies if r.request_id == b"r"] and not world.machine.books.tickets
+    world.ask(request, "r", peer=b"two")
+    assert len(world.result("r", b"two").tokens) == 2 and not worker.inbox and world.stats.replies_replayed == 1
+
+
+def test_a_client_that_stays_away_is_waited_for_no_longer_than_that(world):
+    worker = world.hello()
+    request = Generate(text="a", max_tokens=40)
+    world.ask(request, "r", peer=b"one")
+    worker.read_all()
+    world.handle(ClientGone(b"one"))
+    world.now += 0.9 * world.machine.books.config.linger_s
+    world.handle(Tick())
+    assert not [m for m in worker.inbox if isinstance(m, CancelJob)]
+    world.ask(request, "r", peer=b"one")  # back under the same name, and away again
+    world.handle(ClientGone(b"one"))
+    world.now += 0.9 * world.machine.books.config.linger_s
+    world.handle(Tick())
+    assert not [m for m in worker.inbox if isinstance(m, CancelJob)]
+    world.now += 0.2 * world.machine.books.config.linger_s
+    world.handle(Tick())
+    assert [m for m in worker.inbox if isinstance(m, CancelJob)]
+    world.run()
+    assert not world.machine.books.jobs and not world.machine.books.leaving
+
+
+def test_back_under_its_old_name_a_client_may_use_its_ids_anew(world):
+    worker = world.hello()
+    digest = b"d" * 16
+    world.handle(Received((b"c",), b"r", Generate(text="a", max_tokens=40), False, False, digest))
+    worker.read_all()
+    world.handle(ClientGone(b"c"))
+    world.asked[b"c", b"r"] = 1
+    world.handle(Received((b"c",), b"r", Generate(text="b", max_tokens=2), False, False, b"e" * 16))
+    assert [m for m in worker.inbox if isinstance(m, CancelJob)], "nobody comes for what it asked before"
+    world.run()
+    assert len(world.result("r", b"c").tokens) == 2
 
 
 def test_a_repeated_create_in_flight_is_created_for_both(world):
