@@ -282,3 +282,17 @@ def test_others_run_while_a_long_text_is_tokenised(llama: Tokenizer) -> None:
         wakes += 1
     thread.join()
     assert wakes >= 20
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_ids_of_labels_are_those_of_any_text(vocabulary_of, special: bool) -> None:
+    """The first time, when they are remembered, and where the text is too long for that; what cannot be encoded never is."""
+    tokenizer = Tokenizer(vocabulary_of("qwen35-tiny"))
+    for text in (" yes", "<|im_end|>", "no, " * 30):
+        twice = [list(tokenizer.label_ids(text, special=special)) for _ in range(2)]
+        assert twice == [tokenizer.encode(text, special=special)] * 2
+    for _ in range(2):
+        with pytest.raises(BadRequest) as caught:
+            tokenizer.label_ids("a\ud800", special=special)
+        assert caught.value.path is None, "the error is another one each time: what a caller adds to it stays its own"
+        caught.value.path = "labels[3]"

@@ -284,7 +284,11 @@ def _labels(
     for i, label in enumerate(job.labels):
         path = f"labels[{i}]"
         if isinstance(label, str):
-            ids = tuple(_encode(tokenizer, label, special=job.special, path=path))
+            try:
+                ids = tokenizer.label_ids(label, special=job.special)
+            except BadRequest as error:
+                error.path = path
+                raise
             joins.append(tokenizer.join(left, label, ids, special=job.special) if left else None)
         else:
             ids = label

@@ -37,6 +37,8 @@ _WHOLE_WORDS = frozenset({"llama-bpe"})  # a piece that is a token is that token
 
 _GPT2 = frozenset({"smollm", "gpt2"})  # cut by GPT-2's own regex
 LEFTS: Final = 128  # texts before a join whose ids are kept for the next look
+LABELS: Final = 1024  # labels whose ids are kept, and the longest of them: below a megabyte in all
+LABEL_LENGTH: Final = 64
 
 # Kinds of token that are cut out of the text before BPE rather than put together by it.
 _ADDED = frozenset({TokenType.UNKNOWN, TokenType.CONTROL, TokenType.USER_DEFINED})
@@ -81,7 +83,8 @@ class Tokenizer:
         # SmolLM2 has no token for U+0004 and other control characters; BPE would drop them without a word.
         present = set(vocabulary.tokens)
         self._spaced = any(char.isspace() for text in added for char in text)  # such a token may lie across a cut
-        self._left = lru_cache(LEFTS)(self._left_ids)  # the labels of a request follow the same text
+        self._left = lru_cache(LEFTS)(self._encoded)  # the labels of a request follow the same text
+        self._labels = lru_cache(LABELS)(self._encoded)  # and are often those of the last one
         self._missing = bytes(b for char, b in BYTE_OF_CHAR.items() if char not in present and self._pieces is None)
 
     @staticmethod
@@ -223,7 +226,11 @@ class Tokenizer:
             return False
         return right == " " or self.vocabulary.pre in _GPT2 or left.isalnum()
 
-    def _left_ids(self, text: str, special: bool) -> tuple[int, ...]:
+    def label_ids(self, text: str, *, special: bool) -> tuple[int, ...]:
+        """`encode(text)`, remembered while the text is among the last LABELS short ones. Raises BadRequest."""
+        return self._labels(text, special) if len(text) <= LABEL_LENGTH else self._encoded(text, special)
+
+    def _encoded(self, text: str, special: bool) -> tuple[int, ...]:
         return tuple(self.encode(text, special=special))
 
     def _mergeable_text(self, ids: Sequence[int]) -> str:
