@@ -1,10 +1,10 @@
 """Thousands of contexts and requests through one pool: what it holds of memory does not grow.
 
 Property: once what is bounded is full (512 remembered answers, the last 4,000 transitions of the story, allocators' caches),
-resident memory of broker and workers grows by less than 1 % and the bytes in shared memory stay where the limit keeps them; every
-request is answered, and what is left in the end is nothing. A thousand publishes or small requests fill all that. Tolerance: 1 % over the whole run, or, in the short run that is the default, SLACK bytes,
-since some pages of an allocator are no growth; both are far below what a kilobyte lost with each request would add. FINDINGS
-row 17.
+resident memory of broker and workers grows by less than 1 % and the bytes in shared memory stay where the limit keeps them;
+every request is answered, and what is left in the end is nothing. A thousand publishes or small requests fill all that.
+Tolerance: 1 % over the whole run, or, in the short run that is the default, SLACK bytes, since some pages of an allocator are no
+growth; both are far below what a kilobyte lost with each request would add. FINDINGS row 17.
 
 GEIST_POOL_SOAK=1 runs 10,000 publishes and 100,000 requests and takes some minutes; GEIST_POOL_SOAK_REPORT names a file for the
 figures.

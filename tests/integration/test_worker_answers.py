@@ -8,6 +8,7 @@ contexts for hours, and what is off by one token in the first turn is in every l
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import msgspec
@@ -402,3 +403,38 @@ def test_what_is_kept_of_an_answer_that_broke_off(paper_broker, model: Model) ->
             else:
                 kept_at.add(None)
     assert len(kept_at) > 3 and None in kept_at, kept_at
+
+
+@pytest.mark.parametrize("granted", [False, True])
+@pytest.mark.parametrize("ending", ["none", "begun", "complete"])
+def test_called_off_before_it_has_caught_up_it_is_what_was_said(paper_broker, model: Model, granted: bool, ending: str) -> None:
+    """All that was streamed is in the answer, and no more: neither a byte held back nor one of a stop string is lost or added,
+    wherever the cancel comes. Samples that were finished, begun and not begun."""
+    broker = paper_broker()
+    worker, slow = broker.start(), broker.start(prefill_chunk=4, faults=("slow-prefill=60", "slow-decode=60"))
+    n = 1 if granted else 3
+    free = broker.run(worker, generate(ids(4), 14, sampling=HOT)).result.data
+    stop = {"none": b"\xff\xfe", "begun": free[-6:] + b"\xff", "complete": free[-6:]}[ending]
+    work = generate(ids(4), 14, n=n, sampling=HOT, stop=(stop,), stream=True, logprobs=2)
+    whole = samples(broker.run(worker, work).result)
+    assert (whole[0].finish_reason == "stop") == (ending == "complete")
+    said = tuple(said_of(s, k) for s, k in zip(whole, (14, 5, 0), strict=False))
+    for wait in (30, 150, 350, 550):
+        broker.heard.clear()
+        grant = broker.grant(slow, 4 + 14, (), ceiling=True) if granted else None
+        job = broker.assign(slow, msgspec.structs.replace(work, said=said, grant=grant))
+        time.sleep(wait / 1000)
+        broker.send(slow, p.CancelJob(job, "cancelled", finish=True))
+        done = broker.last_word(job)
+        first, *rest = samples(done.result)
+        assert (first.tokens, first.data, first.logprobs) == (whole[0].tokens, whole[0].data, whole[0].logprobs)
+        if ending == "complete":
+            assert (first.finish_reason, first.stop_index) == ("stop", 0)
+        if rest:
+            assert rest[0].tokens[:5] == whole[1].tokens[:5] and whole[1].data.startswith(rest[0].data)
+            assert rest[0].data == b"".join(map(model.token_bytes, rest[0].tokens)), "what was held back belongs to it"
+        if done.result.published is not None:  # the cancel came too late
+            drop((done.result.published,))
+        assert done.usage.generated == sum(len(s.tokens) for s in samples(done.result))
+        parts = [m for _, m in broker.heard if isinstance(m, p.Tokens) and m.sample == 0]
+        assert all(whole[0].data[part.byte_index :].startswith(part.data) for part in parts)

@@ -74,7 +74,7 @@ def test_words_are_of_fields_that_exist(maker: ModuleType) -> None:
 def test_what_is_remembered_is_what_the_page_says() -> None:
     page = " ".join((DOCS / "protocol.md").read_text().split())
     books = {field.name: field.default for field in msgspec.structs.fields(MachineConfig)}
-    assert (books["remember_s"], books["remember_replies"], books["remember_bytes"]) == (60.0, 1024, 32 << 20)
-    assert "for a minute, and as long as no more than 1,024 answers of 32 MiB" in page
+    assert (books["remember_s"], books["remember_replies"], books["remember_bytes"]) == (60.0, 512, 32 << 20)
+    assert "for a minute, and as long as no more than 512 answers of 32 MiB" in page
     named = page[page.index("After it was answered,") : page.index("are answered again")]
     assert set(re.findall(r"`([a-z.]+)`", named)) == {op.__struct_config__.tag for op in REMEMBERED}

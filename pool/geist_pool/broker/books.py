@@ -97,7 +97,7 @@ class Books:
         self.queued: Counter[str] = Counter()  # jobs that no worker holds yet, by space
         self.remembered = Remembered(seconds=config.remember_s, replies=config.remember_replies, n_bytes=config.remember_bytes)
         self.repeats: dict[RepeatKey, Ticket] = {}  # live ones that may be asked for again, by what is asked
-        self.leaving: deque[Ticket] = deque()  # whose clients have gone, oldest first; some may have ended or come back
+        self.leaving: deque[tuple[float, Ticket]] = deque()  # when its client left, oldest first; some have come back
         self.story = Story(STORY_LENGTH)
         self._deadlines: list[tuple[float, int, Ticket]] = []  # a heap
         self._n_deadlines = 0
@@ -160,18 +160,18 @@ class Books:
         may_return = ticket.digest and isinstance(ticket.request, REMEMBERED) and self.config.linger_s > 0 and not self.stopping
         if may_return:
             ticket.left = self.now
-            self.leaving.append(ticket)
+            self.leaving.append((self.now, ticket))
         return bool(may_return)
 
     def next_not_returned(self) -> Ticket | None:
         """One that has not been asked for again in time, if there is one; it is to be ended."""
         while self.leaving:
-            ticket = self.leaving[0]
-            lives = self.tickets.get(ticket.key) is ticket
-            if lives and ticket.left is not None and self.now - ticket.left < self.config.linger_s:
+            left, ticket = self.leaving[0]
+            absent = ticket.left == left and self.tickets.get(ticket.key) is ticket  # it may have come back and left again
+            if absent and self.now - left < self.config.linger_s:
                 return None
             self.leaving.popleft()
-            if lives and ticket.left is not None:
+            if absent:
                 return ticket
         return None
 

@@ -1,9 +1,10 @@
 """A request that comes again: under the same id, with the same body. It is not computed twice. Pure.
 
 On the connection of the first one it takes over that one's route: its reply goes to the later message, once. On another
-connection, because the first one broke, it waits beside the first one for the same job, and both get the answer. If the answer
-is there already and remembered, it is given again. A stream begins again with one chunk (for each sample) that holds
-everything so far. The same id with another body, while the first is in flight on the same connection, is a mistake.
+connection it waits beside the first one for the same job, and both get the answer; where the first one's connection has ended, it
+takes that one's place. If the answer is there already and remembered, it is given again. A stream begins again with one chunk
+(for each sample) that holds everything so far. The same id with another body, while the first is in flight on the same
+connection, is a mistake.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from geist_pool.broker.books import REMEMBERED, Books
 from geist_pool.broker.events import Received
 from geist_pool.broker.jobs import Job, JobRequest, Ticket
 from geist_pool.errors import BadRequest
-from geist_pool.protocol import ContextResult, Generate, GenerateChunk, GenerateResult, Reply, Request
+from geist_pool.protocol import ContextResult, Generate, GenerateResult, Reply, Request
 
 
 def taken_care_of(books: Books, event: Received, request: Request) -> bool:
@@ -61,9 +62,13 @@ def _join(books: Books, event: Received, request: JobRequest, first: Ticket) -> 
         job=job.key,
         created=first.created,
         digest=event.digest,
+        text=first.text,
     )
     job.tickets.append(ticket)
     books.open_ticket(ticket)
+    for other in tuple(job.tickets):
+        if other.left is not None and other.repeat_key == ticket.repeat_key:  # its client has come back by this connection
+            books.end_ticket(other, None)
     _catch_up(books, job, ticket)
 
 
@@ -71,8 +76,8 @@ def _catch_up(books: Books, job: Job, ticket: Ticket) -> None:
     """What a stream has brought so far."""
     if job.streams is None or not isinstance(job.request, Generate):
         return
-    chunks: list[GenerateChunk] = replies.chunks_so_far(job.streams, with_logprobs=job.request.logprobs is not None)
-    for chunk in chunks:
+    with_logprobs = job.request.logprobs is not None
+    for chunk in replies.chunks_so_far(job.streams, with_logprobs=with_logprobs, whole=job.answer is not None):
         books.reply(ticket.route, ticket.request_id, replies.ok(chunk, final=False), json=ticket.json)
 
 

@@ -257,13 +257,13 @@ def last_chunks(streams: list[Stream], answer: GenerateDone) -> list[GenerateChu
     return chunks
 
 
-def chunks_so_far(streams: list[Stream], *, with_logprobs: bool) -> list[GenerateChunk]:
-    """Everything that has been streamed, a chunk for each sample, for a client that asks again."""
+def chunks_so_far(streams: list[Stream], *, with_logprobs: bool, whole: bool) -> list[GenerateChunk]:
+    """Everything that has been streamed, a chunk for each sample, for a client that asks again. whole: nothing will follow."""
     return [
         GenerateChunk(
             index=0,
             tokens=tuple(s.tokens),
-            text=ByteStream().feed(bytes(s.data)),
+            text=text_of(bytes(s.data)) if whole else ByteStream().feed(bytes(s.data)),
             logprobs=tuple(s.logprobs) if with_logprobs else None,
             sample=i,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Final, Literal
 
 from geist_pool.engine import Model, Session
 from geist_pool.protocol import GenerateWork, Said, SampleDone, TokenLogprob, Tokens
@@ -11,11 +11,7 @@ from geist_pool.text.stream import StopMatcher
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline"]
 Say = Callable[[Tokens], None]
-
-
-def unsaid(work: GenerateWork, reason: FinishReason) -> SampleDone:
-    """The answer of a sample that was never begun."""
-    return SampleDone((), b"", reason, None, () if work.logprobs is not None else None)
+NOTHING_SAID: Final = Said(())
 
 
 class Answer:
@@ -29,6 +25,7 @@ class Answer:
         self._model = model
         self._address = (job, attempt)
         self._sample = sample
+        self._said = work.said[sample] if work.said else NOTHING_SAID
         self._say = say
         self._logprobs: list[TokenLogprob] = []
         self._matcher = StopMatcher(work.stop)
@@ -56,9 +53,12 @@ class Answer:
         data = self._take(token, logprob)
         self._emit((token,), data, None if logprob is None else (logprob,))
 
-    def recall(self, said: Said, n_tokens: int) -> None:
-        """The first tokens of the answer, as an earlier attempt has streamed them: they are not sent again."""
-        for token, logprob in zip(said.tokens[:n_tokens], said.logprobs or [None] * n_tokens, strict=False):
+    def recall(self, n_tokens: int) -> None:
+        """The answer up to its first `n_tokens`, as an earlier attempt has streamed them: they are not sent again."""
+        said = self._said
+        new = slice(len(self.tokens), n_tokens)
+        logprobs: tuple[TokenLogprob | None, ...] = said.logprobs or (None,) * len(said.tokens)
+        for token, logprob in zip(said.tokens[new], logprobs[new], strict=True):
             self._data += self._take(token, logprob)
 
     def _take(self, token: int, logprob: TokenLogprob | None) -> bytes:
@@ -72,8 +72,15 @@ class Answer:
         return data
 
     def finish(self, reason: FinishReason) -> SampleDone:
-        """The whole answer; bytes held back for a stop string that did not come belong to it. A later call gives the same."""
+        """The whole answer; bytes held back for a stop string that did not come belong to it. A later call gives the same.
+
+        What an earlier attempt has streamed is part of it, also if this one was called off before it had gone through that.
+        """
         if self.result is None:
+            if len(self.tokens) < len(self._said.tokens):
+                self.recall(len(self._said.tokens))
+                if self.stopped:
+                    reason = "stop"
             held = self._matcher.finish()
             if held:
                 self._emit((), held, None)

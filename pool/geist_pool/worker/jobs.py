@@ -51,7 +51,7 @@ from geist_pool.protocol import (
 )
 from geist_pool.store import files, layout
 from geist_pool.store.shm import Publication
-from geist_pool.worker.answer import Answer, Ending, FinishReason, n_recalled, unsaid
+from geist_pool.worker.answer import Answer, Ending, FinishReason, n_recalled
 from geist_pool.worker.contexts import ContextCache
 from geist_pool.worker.faults import Faults
 from geist_pool.worker.gauges import Gauges
@@ -233,21 +233,25 @@ class Job:
     def _sample(self, work: GenerateWork, session: Session, i: int) -> Generator[None, None, _Kept]:
         """Sample i, a token a pass; what was kept of it if that was granted."""
         session.set_sampler(msgspec.structs.replace(work.sampling, stream=work.sampling.stream + i))
-        answer = Answer(work, self.room.model, self.id, self.assign.attempt, i, self.room.send)
-        self._answers.append(answer)
+        answer = self._begin(work)
         said = work.said[i] if work.said and work.said[i].tokens else None
         with closing(Ending(session, answer, watch=work.grant is not None)) as ending:
             known: deque[int] = deque()
             if said is not None:
                 n = n_recalled(said, work, self.room.model)
-                for taken in self._take_in(session, said.tokens[:n]):
-                    self._generated += taken
+                for _ in self._take_in(session, said.tokens[:n]):
                     yield
-                answer.recall(said, n)
+                answer.recall(n)
                 known.extend(said.tokens[n:])
             while self._draw(work, session, answer, ending, known):
                 yield
             return _Kept() if work.grant is None else self._keep(ending, answer.finish("stop").data, work.grant)
+
+    def _begin(self, work: GenerateWork) -> Answer:
+        """The next sample's answer."""
+        answer = Answer(work, self.room.model, self.id, self.assign.attempt, len(self._answers), self.room.send)
+        self._answers.append(answer)
+        return answer
 
     def _draw(self, work: GenerateWork, session: Session, answer: Answer, ending: Ending, known: deque[int]) -> bool:
         """The next token, from `known` while it lasts; False if the answer is finished."""
@@ -259,7 +263,6 @@ class Job:
                 return False
             answer.add(token, session)
             ending.added()
-            self._generated += 1
             self.room.gauges.tokens_generated += 1
             if answer.stopped:
                 answer.finish("stop")
@@ -286,9 +289,10 @@ class Job:
 
     def _said(self, work: GenerateWork, reason: FinishReason) -> GenerateDone:
         """All answers; those that are not finished end here, with this reason."""
-        said = [answer.finish(reason) for answer in self._answers]
-        said += [unsaid(work, reason)] * (work.n - len(said))
-        first, *more = said
+        while len(self._answers) < work.n:
+            self._begin(work)
+        first, *more = [answer.finish(reason) for answer in self._answers]
+        self._generated = len(first.tokens) + sum(len(answer.tokens) for answer in more)
         fields = {name: getattr(first, name) for name in SampleDone.__struct_fields__}
         return GenerateDone(**fields, more=tuple(more))
 

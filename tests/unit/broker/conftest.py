@@ -311,8 +311,9 @@ class World:
     def perform(self, action: Action) -> None:
         if isinstance(action, SendReply):
             self.replies.append(action)
+            key = (action.route[0], action.request_id)
+            assert action.reply.final or self.ended[key] < self.asked[key], f"a chunk of {key} for nobody"
             if action.reply.final:
-                key = (action.route[0], action.request_id)
                 self.ended[key] += 1
                 assert self.ended[key] <= self.asked[key], f"request {key} ended twice"
         elif isinstance(action, SendWorker):
@@ -360,7 +361,7 @@ class World:
         rid = rid.encode() if isinstance(rid, str) else rid
         digest = b"" if isinstance(request, GeistPoolError) else hashlib.blake2b(repr(request).encode(), digest_size=8).digest()
         in_flight = self.machine.books.tickets.get((peer, rid))
-        if in_flight is None or in_flight.digest != digest:  # else it takes the place of the first
+        if in_flight is None or in_flight.digest != digest or in_flight.left is not None:  # else it takes the place of the first
             self.asked[peer, rid] += 1
         self.handle(Received((peer,), rid, request, stream_ok, False, digest))
 

@@ -2,7 +2,8 @@
 request ends exactly once, every answer is the one that its own prompt has, every context holds the tokens that it says, and in
 the end shared memory and the books agree to the byte. Events are requests of every kind from several clients and spaces (samples,
 published answers, files, the same request again), text and files in any order, workers that answer, die, are replaced and unmap
-late, cancels, deadlines, lost clients, full memory, spaces at their limits, and brokers that die and adopt what is there.
+late, cancels, deadlines, clients that are lost and come back, full memory, spaces at their limits, and brokers that die and adopt
+what is there.
 Tolerance: none. Reason: what goes wrong in a broker goes wrong in an order that nobody thought of.
 
 GEIST_POOL_SIMULATE=N plays N events instead; the seed of a sequence that failed is printed, and GEIST_POOL_SIMULATE_SEED=SEED
@@ -74,8 +75,9 @@ class Player:
         self.early: set[tuple[bytes, bytes]] = set()  # asked before it was known what contexts there are
         self.seen = 0
         kinds = {
-            self.request: 20, self.repeat: 3, self.text: 25, self.look: 8, self.worker_reads: 80, self.worker_steps: 70,
-            self.cancel: 2, self.gone: 0.5, self.time: 4, self.birth: 4, self.death: 0.7, self.restart: 0.15,
+            self.request: 20, self.repeat: 3, self.back: 5, self.text: 25, self.look: 8, self.worker_reads: 80,
+            self.worker_steps: 70, self.cancel: 2, self.gone: 0.8, self.time: 4, self.birth: 4, self.death: 0.7,
+            self.restart: 0.15,
         }  # fmt: skip
         self.moves, self.weights = list(kinds), list(kinds.values())
 
@@ -135,11 +137,24 @@ class Player:
     def repeat(self) -> None:
         """An earlier request again, by the same client or another one."""
         if self.asked:
-            (peer, rid), (request, context) = self.rng.choice(list(self.asked.items())[-20:])
-            peer = self.rng.choice([peer, *PEERS])
-            self.again.add((peer, rid))
-            self.asked[peer, rid] = (request, context)
-            self.world.ask(request, rid, peer)
+            self.ask_again(self.rng.choice(list(self.asked)[-20:]))
+
+    def ask_again(self, key: tuple[bytes, bytes]) -> None:
+        (peer, rid), asked = key, self.asked[key]
+        peer = self.rng.choice([peer, *PEERS])
+        self.again.add((peer, rid))
+        self.asked[peer, rid] = asked
+        self.world.ask(asked[0], rid, peer)
+
+    def back(self) -> None:
+        """A client that is gone comes back while its work still goes on: for it, or with its id for something else."""
+        left = [key for key, t in self.world.machine.books.tickets.items() if t.left is not None]
+        if left:
+            peer, rid = self.rng.choice(left)
+            if self.rng.random() < 0.8:
+                self.ask_again((peer, rid))
+            else:
+                self.world.ask(Info(), rid, peer)
 
     def cancel(self) -> None:
         peer = self.rng.choice(PEERS)
@@ -332,9 +347,17 @@ def test_the_simulation_covers_what_it_claims(world_of):
     rng = random.Random(3)
     player = Player(world_of, rng, {"memory": 300_000})
     happened: set[str] = set()
+    away: set[tuple[bytes, bytes]] = set()
     for _ in range(6000):
         player.play()
         world = player.world
+        absent = {key for key, t in world.machine.books.tickets.items() if t.left is not None}
+        if absent - away:
+            happened.add("left")
+        if (away - absent) & world.machine.books.tickets.keys():
+            happened.add("came back")
+        away = absent
+        happened |= {"goes on" for w in world.workers.values() for j in w.jobs.values() if getattr(j.assign.work, "said", ())}
         for job in world.machine.books.jobs.values():
             happened.add(job.state)
             if job.answer is not None:
@@ -350,5 +373,5 @@ def test_the_simulation_covers_what_it_claims(world_of):
     assert happened >= {
         *("early", "text", "file", "held", "reserving", "waiting", "assigned", "cancelling"), "from text", "again", "joined",
         *("evictions", "replies_replayed", "store_orphaned_bytes", "store_unmapping_bytes"), "found SavedResult",
-        "found GenerateResult",
+        "found GenerateResult", "left", "came back", "goes on",
     }  # fmt: skip

@@ -5,7 +5,7 @@ client that lost its connection must be able to ask again without paying, or dra
 
 from __future__ import annotations
 
-from geist_pool.broker.events import ClientGone, Received, Tick
+from geist_pool.broker.events import ClientGone, Received, Tick, WorkerSaid
 from geist_pool.broker.remembered import Remembered
 from geist_pool.protocol import (
     Assign,
@@ -14,10 +14,20 @@ from geist_pool.protocol import (
     CancelResult,
     ContextCreate,
     ContextDrop,
+    Done,
     Generate,
+    GenerateDone,
+    Message,
+    Publish,
     Reply,
+    Said,
     Sampling,
     Stats,
+    Timings,
+    Tokenize,
+    TokenLogprob,
+    Tokens,
+    Usage,
 )
 
 
@@ -142,6 +152,128 @@ def test_a_client_that_stays_away_is_waited_for_no_longer_than_that(world):
     assert [m for m in worker.inbox if isinstance(m, CancelJob)]
     world.run()
     assert not world.machine.books.jobs and not world.machine.books.leaving
+
+
+def test_a_client_that_comes_and_goes_keeps_nobody_elses_work_alive(world):
+    """Each is waited for from when it left last, whoever left before it and has been back since."""
+    worker = world.hello(slots=2)
+    request, linger = Generate(text="a", max_tokens=400), world.machine.books.config.linger_s
+    world.ask(request, "r", peer=b"restless")
+    world.handle(ClientGone(b"restless"))
+    world.ask(request, "s", peer=b"other")
+    world.handle(ClientGone(b"other"))
+    for _ in range(8):
+        world.now += linger / 4
+        world.handle(Tick())
+        world.ask(request, "r", peer=b"restless")
+        world.handle(ClientGone(b"restless"))
+    assert [key for key in world.machine.books.tickets if key[0] != b"s"] == [(b"restless", b"r")]
+    assert len([m for m in worker.inbox if isinstance(m, CancelJob)]) == 1
+    assert len(world.machine.books.leaving) <= 5, "every departure is remembered"
+
+
+def test_who_comes_back_by_another_connection_is_the_only_one_who_waits(world):
+    """So that its cancel and its deadline get what there is of the answer, as they would have before."""
+    for name in ("w0", "w1"):
+        worker = world.hello(name)
+        request = Generate(text="a" + name, max_tokens=40, stream=name == "w0", deadline_ms=3000)
+        world.ask(request, name, peer=b"one")
+        busy = next(w for w in world.workers.values() if any(isinstance(m, Assign) for m in w.inbox))
+        busy.read_all()
+        busy.step()
+        world.handle(ClientGone(b"one"))
+        world.ask(request, name, peer=b"two")
+        assert list(world.machine.books.tickets) == [(b"two", name.encode())]
+        world.ask(Cancel(id=name), "x" + name, peer=b"two")
+        busy.read_all()
+        got = world.result(name, b"two")
+        assert (got.finish_reason, len(got.tokens)) == ("cancelled", 1)
+        assert not world.machine.books.jobs and not world.ended[b"one", name.encode()]
+        assert worker.alive
+
+
+def test_what_a_create_that_joined_said_is_not_lost_when_its_client_comes_back(world):
+    """Two creates of the same tokens are one job; only the second one has messages."""
+    world.auto_text = True
+    worker = world.hello()
+    world.ask(ContextCreate(text="user:hello;"), "a", peer=b"a")
+    said = ContextCreate(messages=(Message("user", "hello"),))
+    world.ask(said, "b", peer=b"one")
+    assert len(world.machine.books.jobs) == 1
+    world.handle(ClientGone(b"one"))
+    world.ask(said, "b", peer=b"two")
+    worker.finish_all()
+    context = world.result("b", b"two").context
+    assert world.machine.books.directory.entry(context.id).messages == said.messages
+
+
+def test_of_creates_that_joined_each_one_is_waited_for(world):
+    """That the client of one has come back says nothing about the other's."""
+    worker = world.hello()
+    request = ContextCreate(text="abc")
+    for rid in ("a", "b"):
+        world.ask(request, rid, peer=b"one" + rid.encode())
+        world.handle(ClientGone(b"one" + rid.encode()))
+    assert len(world.machine.books.jobs) == 1
+    world.ask(request, "b", peer=b"two")
+    assert set(world.machine.books.tickets) == {(b"onea", b"a"), (b"two", b"b")}
+    world.ask(request, "a", peer=b"three")
+    worker.finish_all()
+    results = world.result("a", b"three"), world.result("b", b"two")
+    assert [r.created for r in results] == [True, False] and results[0].context == results[1].context
+
+
+def test_its_end_may_be_heard_of_twice(world):
+    """By the monitor, and by a message that could not be sent: the time runs from the first."""
+    worker = world.hello()
+    world.ask(Generate(text="a", max_tokens=40), "r", peer=b"one")
+    worker.read_all()
+    for _ in range(3):
+        world.handle(ClientGone(b"one"))
+        world.now += 0.4 * world.machine.books.config.linger_s
+    world.handle(Tick())
+    assert [m for m in worker.inbox if isinstance(m, CancelJob)]
+
+
+def test_what_cannot_be_asked_for_again_ends_with_its_connection(world):
+    """What is computed anew whenever it is asked, and what no hash was made of."""
+    worker = world.hello()
+    world.auto_text = False
+    world.ask(Tokenize(text="x"), "t", peer=b"one")
+    world.handle(Received((b"one",), b"g", Generate(text="a"), True, False, b""))
+    assert len(world.machine.books.tickets) == 2
+    world.handle(ClientGone(b"one"))
+    assert not world.machine.books.tickets and not world.machine.books.jobs and not worker.inbox
+
+
+def test_what_was_said_goes_on_with_its_log_probabilities(world):
+    first = world.hello("w0")
+    world.ask(Generate(text="a", max_tokens=4, stream=True, logprobs=1, n=2), "r")
+    first.read_all()
+    (job,) = first.jobs
+    logprobs = TokenLogprob(98, -0.5, ((98, -0.5),)), TokenLogprob(99, -1.5, ((98, -0.5),))
+    for i, said in enumerate(logprobs):
+        world.handle(WorkerSaid("w0", Tokens(job, 1, i, (said.token,), bytes([said.token]), (said,), i, 1)))
+    first.die()
+    second = world.hello("w1")
+    (assign,) = [m for m in second.inbox if isinstance(m, Assign)]
+    assert assign.work.said == (Said((), ()), Said((98, 99), logprobs))
+
+
+def test_a_stream_that_has_ended_is_whole_for_who_asks_again(world):
+    """Its context is still being made; a character that the answer breaks off in is U+FFFD for everyone."""
+    worker = world.hello()
+    request = Generate(text="a", max_tokens=3, stream=True, publish=Publish())
+    world.ask(request, "r", peer=b"one")
+    worker.read_all()
+    (job,) = worker.jobs
+    world.auto_text = False
+    done = GenerateDone((97, 0xE2, 0x82), b"a\xe2", "length", None, None)
+    world.handle(WorkerSaid("w0", Done(job, 1, done, Usage(), Timings())))
+    world.handle(ClientGone(b"one"))
+    world.ask(request, "r", peer=b"two")
+    for peer in (b"one", b"two"):
+        assert "".join(c.text for c in world.chunks("r", peer)) == "a\ufffd"
 
 
 def test_back_under_its_old_name_a_client_may_use_its_ids_anew(world):
