@@ -132,6 +132,11 @@ size_t geist_gguf_n_values(const struct geist_gguf *g);
 /* The i-th key (NUL-terminated, owned by `g`) and value; 0 if there is none, else 1. */
 int geist_gguf_value_at(const struct geist_gguf *g, size_t i, const char **key, struct geist_value *out);
 int geist_gguf_value(const struct geist_gguf *g, const char *key, struct geist_value *out);
+/* Of an array of strings: the place, in its bytes, of the string that comes n behind the one at place `at`; `data_bytes` where there
+ * is none. `at` is 0 or a place that was returned. */
+size_t geist_value_skip(const struct geist_value *array, size_t at, uint64_t n);
+/* Of an array of strings: their bytes without the lengths, the byte `end` behind each, into `out`: data_bytes - 7 * count bytes. */
+void geist_value_join(const struct geist_value *array, uint8_t end, uint8_t *out);
 size_t geist_gguf_n_tensors(const struct geist_gguf *g);
 int geist_gguf_tensor_at(const struct geist_gguf *g, size_t i, struct geist_tensor_info *out);
 

@@ -1,6 +1,8 @@
 """Every command of `geist-pool`. Without a subcommand it is the server.
 
 The exit code says what happened (docs/operations.md lists them); an error is one sentence on stderr.
+
+What a command shows a person, and the client, are imported by the commands that need them: a server starts sooner without.
 """
 
 from __future__ import annotations
@@ -9,18 +11,19 @@ import signal
 from collections.abc import Sequence
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 import msgspec
-from rich.markup import escape
 
-from geist_pool import cached, models, observe, show, terminal, top
 from geist_pool import config as settings
-from geist_pool.client import Client
+from geist_pool import models, observe, terminal
 from geist_pool.config import PoolConfig
 from geist_pool.errors import BadRequest, ConfigError, GeistPoolError, Internal, NameTaken, NoAnswer, PoolLost, Unsupported
 from geist_pool.protocol import Message, Sampling
+
+if TYPE_CHECKING:
+    from geist_pool.client import Client
 
 EPILOG: Final = """\b
 First steps:
@@ -106,7 +109,7 @@ def serve(config: PoolConfig) -> None:
                 ready = True
                 c = pool.config
                 words = f"pool {c.name} serves {c.model} at {c.address} with {c.workers} workers; Ctrl-C stops it"
-                terminal.console(stderr=True).print(escape(words), style="bold", soft_wrap=True)
+                terminal.say(words, style="bold")
                 pool.wait()
     except KeyboardInterrupt:
         if not ready:
@@ -148,6 +151,8 @@ def pull(config: PoolConfig, name: str) -> None:
 @click.pass_obj
 def list_models(config: PoolConfig) -> None:
     """List the models that can be named, and the weights packed so far."""
+    from geist_pool import cached, show
+
     cache = Path(config.cache_dir)
     terminal.console().print(show.models(cached.list_models(cache), cached.list_packed(cache)))
 
@@ -160,6 +165,7 @@ def info(config: PoolConfig, path: str) -> None:
 
     Architecture, sizes, bytes of state (fixed and per token), and what of it is unsupported.
     """
+    from geist_pool import show
     from geist_pool.describe import describe
 
     facts, reasons = describe(models.resolve(path, Path(config.cache_dir)))
@@ -174,6 +180,8 @@ _space = click.option("--space", default="default", show_default=True, help="The
 
 
 def _client(config: PoolConfig, space: str) -> Client:
+    from geist_pool.client import Client
+
     return Client(config.address, space=space)
 
 
@@ -248,6 +256,8 @@ def contexts_ls(obj: tuple[PoolConfig, str]) -> None:
 
 
 def _list_contexts(config: PoolConfig, space: str) -> None:
+    from geist_pool import show
+
     with _client(config, space) as client:
         terminal.console().print(show.contexts(client.contexts()))
 
@@ -287,6 +297,8 @@ def contexts_drop(obj: tuple[PoolConfig, str], names: tuple[str, ...]) -> None:
 @click.pass_obj
 def contexts_save(obj: tuple[PoolConfig, str], name: str, saved: str | None) -> None:
     """Write the context NAME (or id) to a file in the pool's directory, under AS or its own name."""
+    from geist_pool import show
+
     config, space = obj
     with _client(config, space) as client:
         info = client.save_context(name, saved=saved)
@@ -312,6 +324,8 @@ def contexts_load(obj: tuple[PoolConfig, str], saved: str, name: str | None, ttl
 def contexts_saved(obj: tuple[PoolConfig, str]) -> None:
     """List what the space has saved."""
     config, space = obj
+    from geist_pool import show
+
     with _client(config, space) as client:
         terminal.console().print(show.saved(client.saved_contexts()))
 
@@ -325,6 +339,8 @@ def story(config: PoolConfig, id: str, space: str) -> None:
 
     Only as far as the broker remembers it; counts and ids, never text.
     """
+    from geist_pool import show
+
     with _client(config, space) as client:
         events = client.story(id)
     terminal.console().print(show.story(events))
@@ -337,6 +353,8 @@ def story(config: PoolConfig, id: str, space: str) -> None:
 @click.pass_obj
 def show_top(config: PoolConfig, interval: float, once: bool, space: str) -> None:
     """Watch a running pool: workers, memory, contexts, rates. Ctrl-C ends it."""
+    from geist_pool import top
+
     console = terminal.console()
     with _client(config, space) as client:
         try:
@@ -351,6 +369,8 @@ def show_top(config: PoolConfig, interval: float, once: bool, space: str) -> Non
 @click.pass_obj
 def stats(config: PoolConfig, as_json: bool) -> None:
     """Print the counters and gauges of a running pool."""
+    from geist_pool import show
+
     with _client(config, "default") as client:
         found = client.stats()
     if as_json:
@@ -361,7 +381,6 @@ def stats(config: PoolConfig, as_json: bool) -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Runs one command; every error is one sentence on stderr."""
-    err = terminal.console(stderr=True)
     try:
         main.main(args=list(arguments), prog_name="geist-pool", standalone_mode=False)
     except click.exceptions.Exit as e:
@@ -370,16 +389,16 @@ def run(arguments: Sequence[str]) -> int:
         e.show()
         return e.exit_code
     except (click.Abort, KeyboardInterrupt) as e:
-        err.print("interrupted")
+        terminal.say("interrupted")
         return 128 + int(getattr(e.__cause__ or e, "number", signal.SIGINT))  # click raises Abort from what came
     except BrokenPipeError:  # the reader of our output has gone
         return ExitCode.FAILED
     except GeistPoolError as e:
-        err.print(f"[bold red]error:[/bold red] {escape(str(e))}", soft_wrap=True)
+        terminal.say_error(str(e))
         return exit_code(e)
     except OSError as e:  # a full disk behind standard output, no process or descriptor to be had
         where = f": {e.filename}" if e.filename else ""
-        err.print(f"[bold red]error:[/bold red] {escape(f'{e.strerror or e}{where}')}", soft_wrap=True)
+        terminal.say_error(f"{e.strerror or e}{where}")
         return ExitCode.FAILED
     return ExitCode.DONE
 

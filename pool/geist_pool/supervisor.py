@@ -6,10 +6,11 @@
     # no process, no socket and (unless keep_contexts) no shared memory is left
 
 Start: lock of the pool's name, packing, broker, workers, and a handshake with a deadline; then the ready file is written and the
-service manager told. A worker that dies comes back after a short pause that grows while it keeps dying (restarts.py). When the
-broker dies, or gives no answer for `worker_timeout_s`, the workers go too, and all come back: what was in flight is lost in any
-case, and sealed contexts are adopted by the new broker. Stop: the broker is asked first, so that every request still gets an
-answer, then the workers, then whoever is left is killed.
+service manager told. Where the model was packed before, the broker starts at once and reads the vocabulary while the weights are
+compared with their checksum; workers always come behind that. A worker that dies comes back after a short pause that grows while
+it keeps dying (restarts.py). When the broker dies, or gives no answer for `worker_timeout_s`, the workers go too, and all come
+back: what was in flight is lost in any case, and sealed contexts are adopted by the new broker. Stop: the broker is asked first,
+so that every request still gets an answer, then the workers, then whoever is left is killed.
 
 Each child inherits two descriptors: the read end of a pipe, whose end of file tells it that this process is gone, and the locked
 file, so that the pool's name stays taken until the last child has ended.
@@ -36,12 +37,11 @@ from geist_pool import config as settings
 from geist_pool import models, observe
 from geist_pool.addresses import refuse_taken, remove_left
 from geist_pool.children import Child, kill_all, stop_all
-from geist_pool.client import Client
 from geist_pool.config import BrokerConfig, PoolConfig, WorkerConfig
 from geist_pool.cores import Cores, assign, default_workers, find_cores
 from geist_pool.errors import ConfigError, GeistPoolError, Internal, PoolLost
 from geist_pool.name_lock import take_lock
-from geist_pool.prepare import Facts, prepare_model
+from geist_pool.prepare import Facts, prepare_model, was_prepared
 from geist_pool.readiness import Readiness
 from geist_pool.restarts import BROKER, Restarts
 from geist_pool.signals import uninterrupted
@@ -95,6 +95,7 @@ class Supervisor:
         self._deaths: Counter[str] = Counter()
         self._restarts = Restarts(self._names()[1:])
         self._stopping = False
+        self._packed = False  # the weights are there and sound: workers may run
         self._ready = False
         self._failure: str | None = None  # why there is no pool, or no more
         self._over = threading.Event()  # set when the pool stops or has failed
@@ -131,12 +132,16 @@ class Supervisor:
         self._stack.callback(os.close, self._life_fd)
         self._stack.callback(os.close, held)
 
-        self.facts = self._prepare(self.config, model, self.cores.usable, self._life_fd)
-        self._log.info("model ready", architecture=self.facts.architecture, fingerprint=self.facts.fingerprint[:16])
-        self._configure(model)
-        self._stack.callback(self._sweep)
-        self._due = dict.fromkeys(self._names(), 0.0)
-        self._run(self._keep, "supervisor")
+        if not self.config.verify and was_prepared(model, Path(self.config.cache_dir)):
+            self._set_up(model)
+            self._pack(model)
+        else:  # nothing is known of this file: a fault of it is to be the only one that is told
+            self._pack(model)
+            self._set_up(model)
+        with self._lock:
+            self._packed = True
+            self._due |= dict.fromkeys(self._names()[1:], 0.0)
+        self._poke.set()
         self._await_ready()
         self._run(self._watch_broker, "watchdog")
         facts: dict[str, str | int] = {"pid": os.getpid(), "name": self.config.name, "address": self.config.address}
@@ -147,6 +152,17 @@ class Supervisor:
             facts["metrics"] = self.metrics_address = server.address
             self._log.info("metrics", address=server.address)
         self._readiness.announce(**facts)
+
+    def _pack(self, model: Path) -> None:
+        self.facts = self._prepare(self.config, model, self.cores.usable, self._life_fd)
+        self._log.info("model ready", architecture=self.facts.architecture, fingerprint=self.facts.fingerprint[:16])
+
+    def _set_up(self, model: Path) -> None:
+        """Starts the keeper, with the broker as the first that is due."""
+        self._configure(model)
+        self._stack.callback(self._sweep)
+        self._due = {BROKER: 0.0}
+        self._run(self._keep, "supervisor")
 
     def _run(self, target: Callable[[], None], name: str) -> None:
         thread = threading.Thread(target=target, name=name, daemon=True)
@@ -280,7 +296,7 @@ class Supervisor:
         )
         names = [child.name]
         if child.name == BROKER:
-            names = self._names()
+            names = self._names() if self._packed else [BROKER]
             workers = list(self._children.values())
             self._children.clear()
             kill_all(workers)
@@ -311,6 +327,8 @@ class Supervisor:
 
     def _watch_broker(self) -> None:
         """The watchdog's thread: a broker that has answered once and then says nothing for `worker_timeout_s` is killed."""
+        from geist_pool.client.sync import Client
+
         patience = self.config.worker_timeout_s
         answered: tuple[Child | None, float] = (None, 0.0)  # who did last, and when
         with Client(self.config.address, timeout=patience, connect_timeout=min(1.0, patience)) as client:
@@ -330,6 +348,8 @@ class Supervisor:
 
     def _await_ready(self) -> None:
         """Returns when every worker has said hello. Raises Internal when a child ends before, or at the deadline."""
+        from geist_pool.client.sync import Client  # the broker starts sooner where this is loaded behind its start
+
         until = time.monotonic() + self.config.ready_timeout_s
         seen = 0
         with Client(self.config.address, timeout=1.0, connect_timeout=0.2) as client:

@@ -5,22 +5,42 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from typing import TYPE_CHECKING
 
 from geist_pool import downloads, models
+
+if TYPE_CHECKING:  # a server shows something once it runs, and should not wait for this before
+    from rich.console import Console
+    from rich.progress import TaskID
 
 
 def console(*, stderr: bool = False) -> Console:
     """A console; without a terminal it writes no colours and does not wrap below 120 columns."""
+    from rich.console import Console
+
     found = Console(stderr=stderr, highlight=False)
     return found if found.is_terminal else Console(stderr=stderr, highlight=False, width=max(120, found.width))
+
+
+def say(words: str, style: str | None = None) -> None:
+    """A line on stderr, its words as they are."""
+    from rich.text import Text
+
+    console(stderr=True).print(Text(words), style=style, soft_wrap=True)
+
+
+def say_error(words: str) -> None:
+    """An error on stderr, its words as they are."""
+    from rich.text import Text
+
+    console(stderr=True).print(Text.assemble(("error:", "bold red"), " ", words), soft_wrap=True)
 
 
 @contextmanager
 def download_bar(name: str) -> Iterator[downloads.Progress]:
     """A progress bar on stderr while the block runs; without a terminal one line a step."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
     out = console(stderr=True)
     if not out.is_terminal:
         seen: set[str] = set()

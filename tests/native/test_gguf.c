@@ -102,6 +102,7 @@ static void test_right(uint32_t version)
     float f;
     bool there;
     char text[8];
+    uint8_t joined[7] = "!!!!!!!";
 
     write_sample(&w, version);
     g = opened_at(&w, GEIST_OK, NULL, &memory, __LINE__);
@@ -112,6 +113,11 @@ static void test_right(uint32_t version)
     CHECK(!memcmp(v.data, "hello", 5));
     CHECK(!geist_gguf_value_at(g, 17, &key, &v) && key == NULL);
     CHECK(geist_gguf_value(g, "a.texts", &v) && v.type == GEIST_ARRAY && v.item_type == GEIST_STRING && v.count == 3 && v.data_bytes == 27);
+    CHECK(geist_value_skip(&v, 0, 0) == 0 && geist_value_skip(&v, 0, 1) == 9 && geist_value_skip(&v, 9, 1) == 17);
+    CHECK(geist_value_skip(&v, 0, 2) == 17 && geist_value_skip(&v, 0, 3) == 27 && geist_value_skip(&v, 17, 1) == 27);
+    CHECK(geist_value_skip(&v, 0, 4) == 27 && geist_value_skip(&v, 27, UINT64_MAX) == 27);
+    geist_value_join(&v, 0xff, joined); /* 27 - 7 * 3 */
+    CHECK(!memcmp(joined, "x\xff\xffyz\xff!", 7));
     CHECK(geist_gguf_value(g, "a.numbers", &v) && v.item_type == GEIST_I32 && v.count == 2 && v.data_bytes == 8);
     CHECK(geist_gguf_value(g, "a.none", &v) && v.count == 0 && v.data_bytes == 0);
     CHECK(geist_gguf_value(g, "a.empty", &v) && v.data_bytes == 0);

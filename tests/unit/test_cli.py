@@ -10,11 +10,12 @@ import logging
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from geist_pool import cli, commands, errors, models
+from geist_pool import cli, client, commands, errors, models
 from geist_pool.commands import run
 from geist_pool.signals import Interrupted
 
@@ -109,19 +110,14 @@ def test_mistakes(gp: Callable[..., Outcome], words: tuple[str, ...], code: int,
 
 
 def test_no_pool_is_a_sentence(gp: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "Client", lambda *a, **k: commands_client(*a, **k))
+    impatient = partial(client.Client, connect_timeout=0.01)
+    monkeypatch.setattr(client, "Client", impatient)
     calls = [("stats",), ("contexts",), ("ask", "hello"), ("story", "x"), ("top", "--once")]
     calls += [("contexts", *words) for words in (("drop", "x"), ("save", "x"), ("load", "x"), ("saved",), ("ls",))]
     for words in calls:
         code, out, err = gp(*words)
         assert (code, out) == (5, "")
         assert err.startswith("error: there is no pool at ipc://")
-
-
-def commands_client(*args: object, **kwargs: object) -> object:
-    from geist_pool.client import Client
-
-    return Client(*args, **kwargs, connect_timeout=0.01)  # type: ignore[arg-type]
 
 
 def test_info_of_every_architecture(gp: Callable[..., Outcome], tiny_model: Callable[..., Path]) -> None:

@@ -40,7 +40,7 @@ ONLY_IN = {
 PURE = ("broker/machine.py", "broker/placement.py", "broker/directory.py", "worker/batch.py", "client/wire.py", "client/calls.py")
 IMPURE = {  # input and output, clocks, randomness, other processes and threads
     *("asyncio", "ctypes", "glob", "http", "io", "logging", "mmap", "multiprocessing", "os", "pathlib", "posix_ipc", "random"),
-    *("secrets", "select", "selectors", "shutil", "signal", "socket", "ssl", "structlog", "subprocess", "sys", "tempfile"),
+    *("secrets", "select", "selectors", "shutil", "signal", "socket", "ssl", "subprocess", "sys", "tempfile"),
     *("threading", "time", "datetime", "urllib", "uuid", "zmq", "numpy", "psutil", "queue"),
 }
 IMPURE_OURS = {
@@ -139,7 +139,6 @@ def test_worker_loads_no_tokenizer_and_nothing_to_show() -> None:
         "jinja2",
         "click",
         "huggingface_hub",
-        "structlog",
         "geist_pool.client",
     ):
         assert module not in loaded

@@ -62,6 +62,30 @@ int geist_gguf_value(const struct geist_gguf *g, const char *key, struct geist_v
     return 1;
 }
 
+/* The strings of an array were walked when the file was parsed, so their lengths hold. */
+size_t geist_value_skip(const struct geist_value *array, size_t at, uint64_t n)
+{
+    const uint8_t *data = array->data;
+
+    for (; n && at < array->data_bytes; n--)
+        at += 8 + (size_t)cursor_read_u64(data + at);
+    return at;
+}
+
+void geist_value_join(const struct geist_value *array, uint8_t end, uint8_t *out)
+{
+    const uint8_t *p = array->data;
+
+    for (uint64_t i = 0; i < array->count; i++) {
+        size_t n = (size_t)cursor_read_u64(p);
+
+        memcpy(out, p + 8, n);
+        out[n] = end;
+        out += n + 1;
+        p += 8 + n;
+    }
+}
+
 size_t geist_gguf_n_tensors(const struct geist_gguf *g)
 {
     return g->n_tensors;

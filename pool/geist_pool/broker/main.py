@@ -38,10 +38,10 @@ def read_vocabulary(path: Path) -> Vocabulary:
 
 def spare_collector() -> None:
     """What is here now (modules, the vocabulary) stays, so the garbage collector need not look at it again; and since the books
-    hold few cycles, it looks at the rest less often than it would by default."""
-    gc.collect()
+    hold few cycles, it looks at the rest less often than it would by default. `main` has switched it off."""
     gc.freeze()
     gc.set_threshold(*COLLECT)
+    gc.enable()
 
 
 def _version() -> str:
@@ -70,7 +70,7 @@ def machine_config(config: BrokerConfig, tokenizer: Tokenizer) -> MachineConfig:
         keep_contexts=config.keep_contexts,
         saved_dir=config.saved_dir,
         spaces=config.spaces,
-        token_bytes=max(len(tokenizer.piece(i)) for i in range(len(tokenizer.vocabulary.tokens))),
+        token_bytes=tokenizer.vocabulary.longest_piece(),
     )
 
 
@@ -107,6 +107,7 @@ def main(argv: list[str]) -> int:
     if len(argv) != 2:
         print("usage: python -m geist_pool.broker.main JSON", file=sys.stderr)
         return 2
+    gc.disable()  # until there is something that goes again: hundreds of thousands of tokens would wake it again and again
     config = settings.broker_config(argv[1])
     observe.set_up("broker", log_format=config.log_format, log_level=config.log_level)
     return run_broker(config)

@@ -9,6 +9,7 @@ writes tokens as text with U+2581 for a space, and has tokens for single bytes.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import cast
@@ -52,6 +53,9 @@ class TokenType(IntEnum):
     USER_DEFINED = 4
     UNUSED = 5
     BYTE = 6
+
+
+_PLAIN_TYPES = frozenset(TokenType) - {TokenType.BYTE}  # of them nothing but their number needs to be checked
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -166,15 +170,24 @@ class Vocabulary(msgspec.Struct, frozen=True):
                 return text.encode("utf-8")
         return text.encode("utf-8")
 
+    def special_ids(self) -> list[int]:
+        """The ids that are no normal tokens, in their order: few among many."""
+        return [found.start() for found in re.finditer(rb"[^\x01]", bytes(self.types))]
+
+    def longest_piece(self) -> int:
+        """Bytes of the longest `piece`."""
+        most = list(map(len, map(str.encode, self.tokens)))  # a piece is never longer than its text
+        longest = len(self.piece(most.index(max(most))))
+        for i, n in enumerate(most):
+            if n > longest:
+                longest = max(longest, len(self.piece(i)))
+        return longest
+
     def end_ids(self) -> frozenset[int]:
         """Ids that end a generation: those the file names and those known by their text."""
         ends = {t for t in (self.eos, self.eot) if t is not None}
         by_kind = {TokenType.CONTROL: _END_TEXTS, TokenType.USER_DEFINED: _END_TEXTS - {"</s>"}}  # in Gemma 3 that is HTML
-        ends.update(
-            i
-            for i, (text, kind) in enumerate(zip(self.tokens, self.types, strict=True))
-            if text in by_kind.get(TokenType(kind), ())
-        )
+        ends.update(i for i in self.special_ids() if self.tokens[i] in by_kind.get(TokenType(self.types[i]), ()))
         return frozenset(ends)
 
 
@@ -230,8 +243,13 @@ def _list(get: Callable[[str], object], key: str) -> Sequence[object]:
 
 
 def _strings(get: Callable[[str], object], key: str) -> tuple[str, ...]:
+    values = _list(get, key)
+    try:
+        return tuple(map(bytes.decode, cast("Sequence[bytes]", values)))
+    except (TypeError, UnicodeDecodeError):
+        pass  # one by one, then, to say which
     out: list[str] = []
-    for i, value in enumerate(_list(get, key)):
+    for i, value in enumerate(values):
         if isinstance(value, bytes):
             try:
                 out.append(value.decode("utf-8"))
@@ -250,6 +268,8 @@ def _types(get: Callable[[str], object], n_tokens: int) -> tuple[int, ...]:
     values = _list(get, key)
     if len(values) != n_tokens:
         raise ModelError(f"{key} has {len(values)} entries for {n_tokens} tokens", path=key)
+    if set(map(type, values)) <= {int} and set(values) <= _PLAIN_TYPES:
+        return tuple(cast("Sequence[int]", values))
     tokens = _list(get, "tokenizer.ggml.tokens")
     for i, value in enumerate(values):
         if type(value) is not int or not 1 <= value <= 6:

@@ -43,6 +43,7 @@ from geist_pool.worker.jobs import Job, Room
 
 _log = logging.getLogger("geist_pool.worker.loop")
 
+RECONNECT_MS = 10  # between two tries while the broker is not there yet; at a start the worker is often the first
 LINGER_MS = 1000  # for the last words of a worker that stops
 
 
@@ -182,6 +183,7 @@ def serve(config: WorkerConfig, model: Model) -> None:
         socket.setsockopt(zmq.LINGER, LINGER_MS)
         socket.setsockopt(zmq.SNDHWM, 0)  # a worker's words are few; waiting for the broker would stop its passes
         socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         socket.connect(config.worker_address)
         loop = Loop(config, model, socket)
         try:

@@ -13,6 +13,7 @@ import sys
 from types import FrameType
 
 import msgspec
+import numpy  # noqa: F401  # before the first request rather than in it: the engine imports it when it is called
 
 from geist_pool import lifeline
 from geist_pool.config import WorkerConfig, worker_config
