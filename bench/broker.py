@@ -40,12 +40,12 @@ from bench.harness import (
     run,
     show_progress,
 )
+from bench.pools import running
 from geist_pool import observe
 from geist_pool.client import Client
-from geist_pool.config import PoolConfig
 from geist_pool.demo.world import CONTEXT_TEXT, QUESTIONS, Choose, Say
 from geist_pool.protocol import Generate, GenerateResult, Reply, Score, ScoreResult, encode
-from geist_pool.supervisor import Programs, Supervisor
+from geist_pool.supervisor import Programs
 
 REPEATS, QUICK_REPEATS = 15, 3
 SINGLE, QUICK_SINGLE = 200, 50  # round trips of a round
@@ -247,20 +247,21 @@ def main(argv: list[str] | None = None) -> int:
         log = args.log or Path(stack.enter_context(tempfile.TemporaryDirectory())) / "log"
         stack.enter_context(stderr_to(log))
         observe.set_up("bench", log_format="json")
-        config = PoolConfig(
-            name=f"bench-{os.getpid()}",
-            model=str(model),
-            workers=1,
-            slots=WINDOW,
-            cache_dir=str(cache),
-            memory=MEMORY,
-            metrics="127.0.0.1:0",
-            log_format="json",
-            log_level="info",
-            pin_cores=False,
-        )
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])  # for bench.empty
-        pool = stack.enter_context(Supervisor(config, programs=Programs(worker="bench.empty")))
+        pool = stack.enter_context(
+            running(
+                model,
+                cache,
+                programs=Programs(worker="bench.empty"),
+                workers=1,
+                slots=WINDOW,
+                memory=MEMORY,
+                metrics="127.0.0.1:0",
+                log_format="json",
+                log_level="info",
+                pin_cores=False,
+            )
+        )
         with Client(pool.config.address) as client:
             for i in range(args.contexts):
                 client.create_context(context_text(i), name=f"evening {i}")

@@ -1,33 +1,36 @@
-"""What a decision costs with and without the snapshot: the demo's questions, put to a real pool.
+"""What a decision costs: a question of 100 tokens behind a context of 700, and one token as the answer.
 
-    python -m bench.decision [--model PATH.gguf] [--workers N] [--threads N] [--quick]
+    python -m bench.decision [--model PATH.gguf] [--threads N] [--llama-server PATH] [--peer-python PATH] [--questions] [--quick]
 
-Two sides take turns on each question: continuing the context that the pool keeps, and sending context and question as one whole
-prompt in a space of its own, where there is nothing to reuse. Times are the client's, from sending to the last byte. With more
-than one worker all questions are then also put at once, by as many clients as there are workers.
+Five sides take turns on the same token ids:
 
-That both sides give the same tokens and log-probabilities to the last bit, and that exactly one of them reused the context, is
-checked in every round.
+* geist-pool, through its client and broker, continuing the context that it keeps;
+* geist-pool with the whole prompt, in a space of its own where there is nothing to reuse;
+* llama-server with its prompt cache, one slot, asked context and question as one prompt, again and again; its reply says how much
+  of it was prefilled again;
+* another llama-server that was sent the context alone before the first question, so that it could keep the state behind it;
+* the best loop on llama.cpp's C API: the context's state in a buffer, per question set, prefill of the question, one token.
+
+No two questions begin alike, so no side can reuse a question that came before. Peers that are not there are skipped, with a word.
+Times are the asker's, from the question to the answer; the loop's are its own, without the pipe to it. With --questions the
+demo's questions follow (bench/questions.py), in the same pool.
 """
 
 from __future__ import annotations
 
-import os
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
+from bench import questions
 from bench.harness import (
     Book,
     Check,
     Clock,
     Spread,
-    Turn,
     arguments,
     fetched_model,
     finish,
@@ -36,243 +39,200 @@ from bench.harness import (
     run,
     show_progress,
 )
-from bench.work import pass_macs
+from bench.peers import llama, server
+from bench.pools import effective_tier, running
 from geist_pool import observe
 from geist_pool.client import Client
-from geist_pool.config import PoolConfig, store_key
-from geist_pool.demo.world import CONTEXT_TEXT, QUESTIONS, Question, Say
-from geist_pool.engine import Engine, Model
-from geist_pool.protocol import GenerateResult, ScoreResult
-from geist_pool.store import shm
-from geist_pool.supervisor import Supervisor
+from geist_pool.demo.world import CONTEXT_TEXT
+from geist_pool.protocol import GenerateResult
 
-CONTEXT: Final = "bench"
-WITH, WITHOUT = "with the snapshot", "whole prompt"
+CONTEXT_TOKENS: Final = 700
+QUESTION_TOKENS: Final = 100
+PEER_N_CTX: Final = 4096
+CONTEXT: Final = "bench-decision"
+GROUP: Final = f"{QUESTION_TOKENS} tokens behind {CONTEXT_TOKENS}, one token answered"
+KEPT, WHOLE = "geist-pool, context kept", "geist-pool, whole prompt"
+SERVER, PRIMED = "llama-server, prompt cache", "llama-server, sent the context alone first"
+LOOP: Final = "llama.cpp, state in a buffer"
+WORDS: Final = {SERVER: "llama_server", PRIMED: "llama_server_primed", LOOP: "llama_loop"}  # in the names of facts
 REPEATS, QUICK_REPEATS = 9, 2
-PARTS: Final = ("queue", "attach", "prefill", "decode", "score")  # of the pool's own timings
-
-Result = GenerateResult | ScoreResult
+BARS: Final = f"{SERVER} / {KEPT} >= 20, {LOOP} / {KEPT} >= 4.5"
 
 
-def ask(client: Client, question: Question, context: str | None) -> Result:
-    """Puts a question behind the context, or behind the context's text in one whole prompt."""
-    prompt = question.suffix if context is not None else CONTEXT_TEXT + question.suffix
-    if isinstance(question, Say):
-        return client.generate(prompt, context=context, max_tokens=question.max_tokens, stop=question.stop, timeout=None)
-    return client.score(prompt, question.labels, context=context, timeout=None)
+class Prompts:
+    """A context and questions as token ids, from a text's ids over and over; no two questions begin with the same token."""
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self._ids = list(ids)
+        self._firsts = sorted(set(self._ids))
+        self.context = self._from(0, CONTEXT_TOKENS)
+        self.spare = [self._firsts.pop(), *self._from(0, QUESTION_TOKENS - 1)]  # a question that is none of those
+
+    def question(self, i: int) -> list[int]:
+        """The i-th. Raises ValueError where no first token is left that none had before."""
+        if i >= len(self._firsts):
+            raise ValueError(f"there are {len(self._firsts)} different questions")
+        return [self._firsts[i], *self._from(37 * (i + 1), QUESTION_TOKENS - 1)]
+
+    def _from(self, at: int, n: int) -> list[int]:
+        return [self._ids[(at + k) % len(self._ids)] for k in range(n)]
 
 
-def essence(result: Result) -> object:
-    """What must be equal on both sides: every token and byte, or every label's every log-probability."""
-    if isinstance(result, GenerateResult):
-        return result.tokens, result.raw, result.finish_reason
-    return tuple((label.tokens, label.logprobs) for label in result.labels)
+class Given(NamedTuple):
+    """An answer, and how much of the prompt was reused and how much was prefilled for it."""
+
+    tokens: tuple[int, ...]
+    reused: int
+    prefilled: int
+    seconds: float | None = None  # where a side has a clock of its own
+    prefill_s: float | None = None  # of the pool's own account
 
 
-class Asking:
-    """One question on both sides, turn by turn, and what came back."""
+class Side:
+    """One way to answer; each turn puts the next question to it."""
 
-    def __init__(self, question: Question, kept: Client, bare: Client, n_context: int) -> None:
-        self.question = question
-        self.results: dict[str, Result] = {}
-        self.compared = self.different = self.wrongly_reused = 0
-        self.parts: dict[str, list[dict[str, float]]] = {WITH: [], WITHOUT: []}  # seconds of each round, warm-ups too
-        self._clients = {WITH: kept, WITHOUT: bare}
-        self._n_context = n_context
+    def __init__(self, name: str, answer: Callable[[list[int]], Given], prompts: Prompts) -> None:
+        self.name = name
+        self.given: list[Given] = []
+        self._answer = answer
+        self._prompts = prompts
 
-    def turns(self) -> list[Turn]:
-        return [self._turn(WITH, CONTEXT), self._turn(WITHOUT, None)]
+    def turn(self, clock: Clock) -> None:
+        question = self._prompts.question(len(self.given))
+        with clock(self.name):
+            given = self._answer(question)
+        if given.seconds is not None:
+            clock.taken[self.name] = given.seconds
+        self.given.append(given)
 
-    def _turn(self, side: str, context: str | None) -> Turn:
-        def turn(clock: Clock) -> None:
-            with clock(side):
-                result = ask(self._clients[side], self.question, context)
-            self._look_at(side, result)
+    def stands_for(self, macs: questions.DecisionMacs) -> dict[str, int]:
+        last = self.given[-1]
+        work = {"reused": last.reused, "prefilled": last.prefilled, "answered": 1}
+        return work | {"macs": macs.of_prompt(last.prefilled, last.reused)}
 
-        return turn
 
-    def _look_at(self, side: str, result: Result) -> None:
-        first = next(iter(self.results.values()), result)
-        self.results[side] = result
-        self.parts[side].append({part: getattr(result.timings, part) * 1e-6 for part in PARTS})
-        self.compared += 1
-        self.different += essence(result) != essence(first)
-        n_prompt = first.usage.reused + first.usage.prefilled
-        expected = self._n_context if side == WITH else 0
+def pool_sides(address: str, prompts: Prompts, stack: ExitStack) -> list[Side]:
+    """Both sides in the pool; the context is made here, and dropped in the end."""
+    kept = stack.enter_context(Client(address, space="decision", timeout=None))
+    bare = stack.enter_context(Client(address, space="whole", timeout=None))
+    kept.create_context(prompts.context, name=CONTEXT)
+    stack.callback(kept.drop_context, CONTEXT)
+
+    def given(result: GenerateResult) -> Given:
         usage = result.usage
-        self.wrongly_reused += usage.reused != expected or usage.reused + usage.prefilled != n_prompt
+        return Given(result.tokens, usage.reused, usage.prefilled, prefill_s=result.timings.prefill * 1e-6)
 
-    def stands_for(self, macs: DecisionMacs) -> dict[str, dict[str, int]]:
-        """Tokens and multiply-adds of each side."""
-        out: dict[str, dict[str, int]] = {}
-        for side in (WITH, WITHOUT):
-            usage = self.results[side].usage
-            tokens = {"reused": usage.reused, "prefilled": usage.prefilled, "answered": usage.generated}
-            out[side] = tokens | {"macs": macs.of(self.results[side])}
-        return out
+    def continued(question: list[int]) -> Given:
+        return given(kept.generate(question, context=CONTEXT, max_tokens=1, ignore_eog=True))
 
+    def whole(question: list[int]) -> Given:
+        return given(bare.generate(prompts.context + question, max_tokens=1, ignore_eog=True))
 
-class DecisionMacs:
-    """Multiply-adds of answers, from the model's tables."""
-
-    def __init__(self, path: Path, cache: Path) -> None:
-        with Engine() as engine, Model(engine, path, cache_dir=cache) as model:
-            self._info = model.info
-            self._tensors = model.gguf.tensors()
-
-    def of(self, result: Result) -> int:
-        """Of prefill and answer together. The last token of an answer and of a label is not taken in."""
-        usage = result.usage
-        at = usage.reused + usage.prefilled
-        total = pass_macs(self._info, self._tensors, usage.prefilled, before=usage.reused)
-        if isinstance(result, ScoreResult):
-            labels = [len(label.tokens) for label in result.labels]
-            return total + sum(self._steps(n - 1, at) for n in labels)
-        ended_by_token = result.finish_reason == "stop" and result.stop is None
-        return total + self._steps(usage.generated - (0 if ended_by_token else 1), at)
-
-    def _steps(self, n: int, at: int) -> int:
-        return sum(pass_macs(self._info, self._tensors, 1, before=at + i) for i in range(n))
+    return [Side(KEPT, continued, prompts), Side(WHOLE, whole, prompts)]
 
 
-def measure_creation(client: Client, repeats: int, book: Book) -> None:
-    """Creates and drops the context again and again: what the snapshot costs once."""
+def server_side(name: str, program: Path, model: Path, threads: int, prompts: Prompts, stack: ExitStack) -> Side:
+    """A llama-server of its own; PRIMED has been sent the context alone, the other one a question that is not asked again."""
+    caller = stack.enter_context(server.running(program, model, threads=threads, n_ctx=PEER_N_CTX))
+    caller.complete(prompts.context if name == PRIMED else prompts.context + prompts.spare)
 
-    def create(clock: Clock) -> None:
-        with clock("create"):
-            made = client.create_context(CONTEXT_TEXT, name="bench-again", timeout=None)
-        if not made.created:
-            raise RuntimeError("the context was there already")
-        usage = made.usage
-        stands_for["create"] = {"prefilled": usage.prefilled, "bytes": made.context.bytes}
-        client.drop_context(made.context.id)
+    def answer(question: list[int]) -> Given:
+        back = caller.complete(prompts.context + question)
+        return Given(back.tokens, back.cache_n, back.prompt_n)
 
-    stands_for: dict[str, dict[str, int]] = {}
-    samples = interleave([create], repeats, progress=show_progress("creating the context"))
-    book.add("the context", samples, stands_for)
+    return Side(name, answer, prompts)
 
 
-def add_sums(book: Book, askings: list[Asking], repeats: int) -> None:
-    """A group of rows for all questions together: per round and side the sum over the questions, and where the pool spent it."""
-    group = f"all {len(askings)} questions, one after the other"
-    samples: dict[str, list[float]] = {}
-    work: dict[str, dict[str, int]] = {}
-    for side in (WITH, WITHOUT):
-        rows = [book.row(a.question.character + ": " + kind(a.question), side) for a in askings]
-        samples[side] = [sum(times) for times in zip(*(row.samples for row in rows), strict=True)]
-        units = rows[0].stands_for
-        work[side] = {unit: sum(row.stands_for[unit] for row in rows) for unit in units}
-        for part in PARTS:
-            name = f"{side}, {part}"
-            rounds = zip(*(a.parts[side][-repeats:] for a in askings), strict=True)
-            samples[name] = [sum(parts[part] for parts in of_round) for of_round in rounds]
-            work[name] = {}
-    book.add(group, samples, work)
-    book.ratio(group, WITHOUT, WITH)
+def loop_side(peer: llama.LlamaPeer, prompts: Prompts) -> Side:
+    """The loop on the C API, with the context's state in its buffer."""
+    peer.prefill(prompts.context)
+    peer.state_save()
+
+    def answer(question: list[int]) -> Given:
+        seconds, tokens = peer.decide(question)
+        return Given(tuple(tokens), len(prompts.context), len(question), seconds)
+
+    return Side(LOOP, answer, prompts)
 
 
-def kind(question: Question) -> str:
-    return "says" if isinstance(question, Say) else "chooses"
+def peer_sides(args: Any, model: Path, prompts: Prompts, stack: ExitStack) -> tuple[list[Side], dict[str, Any]]:
+    """Those peers that there are, and words for the settings: what they are, or why they are not there. Raises PeerError."""
+    sides: list[Side] = []
+    program = None if args.no_peer else server.find(args.llama_server)
+    if program is None:
+        why = "none: by request" if args.no_peer else "none: not in PATH, and no --llama-server"
+        print(f"measured without llama-server, {why} (bench/peers/README.md)", file=sys.stderr)
+    else:
+        why = server.version(program)
+        sides += [server_side(name, program, model, args.threads, prompts, stack) for name in (SERVER, PRIMED)]
+    peer, more = llama.opened(stack, args, model, threads=args.threads, n_ctx=PEER_N_CTX)
+    if peer is not None:
+        sides.append(loop_side(peer, prompts))
+    return sides, {"llama_server": why} | more
 
 
-def measure_bursts(address: str, workers: int, answers: list[Asking], repeats: int, book: Book) -> int:
-    """All questions at once from `workers` clients; how many of the answers were not those of before."""
-    wrong = 0
-    local = threading.local()
-    opened: list[Client] = []
-
-    def client(space: str) -> Client:
-        """This thread's own: a client belongs to one thread."""
-        if not hasattr(local, space):
-            setattr(local, space, Client(address, space=space, timeout=None))
-            opened.append(getattr(local, space))
-        found: Client = getattr(local, space)
-        return found
-
-    def burst(side: str, space: str, context: str | None) -> Turn:
-        def one(asking: Asking) -> bool:
-            return essence(ask(client(space), asking.question, context)) != essence(asking.results[side])
-
-        def turn(clock: Clock) -> None:
-            nonlocal wrong
-            with clock(side):
-                different = list(threads.map(one, answers))
-            wrong += sum(different)
-
-        return turn
-
-    group = f"all {len(answers)} questions, {workers} at a time"
-    with ThreadPoolExecutor(workers) as threads:
-        try:
-            turns = [burst(WITH, "default", CONTEXT), burst(WITHOUT, "whole", None)]
-            samples = interleave(turns, repeats, progress=show_progress(group))
-        finally:
-            for c in opened:
-                c.close()
-    book.add(group, samples, {side: {"decisions": len(answers)} for side in (WITH, WITHOUT)})
-    book.ratio(group, WITHOUT, WITH)
-    return wrong
-
-
-@contextmanager
-def running(args: Any, model: Path, cache: Path) -> Iterator[Supervisor]:
-    """A pool of our own, which leaves nothing behind."""
-    config = PoolConfig(
-        name=f"bench-{os.getpid()}",
-        model=str(model),
-        workers=args.workers,
-        threads=args.threads,
-        tier=args.tier,
-        cache_dir=str(cache),
-        log_level="warning",
-    )
-    with Supervisor(config) as pool:
-        yield pool
-    if left := shm.list_objects(store_key(config.name)):
-        raise RuntimeError(f"the pool left {len(left)} objects in shared memory")
-
-
-def measure(pool: Supervisor, args: Any, repeats: int, macs: DecisionMacs, book: Book) -> tuple[list[Check], dict[str, Any]]:
-    address = pool.config.address
-    with Client(address, timeout=None) as kept, Client(address, space="whole", timeout=None) as bare:
-        measure_creation(kept, min(repeats, 5), book)
-        context = kept.create_context(CONTEXT_TEXT, name=CONTEXT).context
-        askings = [Asking(q, kept, bare, context.n_tokens) for q in QUESTIONS]
-        for i, asking in enumerate(askings):
-            group = f"{asking.question.character}: {kind(asking.question)}"
-            samples = interleave(asking.turns(), repeats, progress=show_progress(f"question {i + 1} of {len(askings)}"))
-            book.add(group, samples, asking.stands_for(macs))
-            book.ratio(group, WITHOUT, WITH)
-    add_sums(book, askings, repeats)
-    compared, different = sum(a.compared for a in askings), sum(a.different for a in askings)
+def measure(
+    pool_address: str, args: Any, model: Path, repeats: int, macs: questions.DecisionMacs, book: Book
+) -> tuple[list[Check], dict[str, Any], dict[str, Any]]:
+    """Checks, facts, and settings of the peers."""
+    with Client(pool_address) as client:
+        prompts = Prompts(client.tokenize(CONTEXT_TEXT).tokens)
+    with ExitStack() as stack:
+        ours = pool_sides(pool_address, prompts, stack)
+        peers, words = peer_sides(args, model, prompts, stack)
+        sides = [*ours, *peers]
+        samples = interleave([side.turn for side in sides], repeats, progress=show_progress("decision"))
+    book.add(GROUP, samples, {side.name: side.stands_for(macs) for side in sides})
+    for side in sides[1:]:
+        book.ratio(GROUP, side.name, KEPT)
+    kept, whole = (side.given for side in ours)
     checks = [
-        Check(what="answers of both sides are identical: every token, every log-probability", n=compared, failed=different),
         Check(
-            what=f"{context.n_tokens} tokens were reused with the snapshot and none without, and the prompts were equally long",
-            n=compared,
-            failed=sum(a.wrongly_reused for a in askings),
+            what="the kept context and the whole prompt give the same answer",
+            n=len(kept),
+            failed=sum(k.tokens != w.tokens for k, w in zip(kept, whole, strict=True)),
+        ),
+        Check(
+            what=f"exactly {CONTEXT_TOKENS} tokens were reused with the context kept, and none of a whole prompt",
+            n=len(kept) + len(whole),
+            failed=sum((g.reused, g.prefilled) != (CONTEXT_TOKENS, QUESTION_TOKENS) for g in kept)
+            + sum((g.reused, g.prefilled) != (0, CONTEXT_TOKENS + QUESTION_TOKENS) for g in whole),
         ),
     ]
-    if args.workers > 1:
-        wrong = measure_bursts(address, args.workers, askings, repeats, book)
-        n = len(askings) * 2 * (repeats + 1)
-        checks.append(Check(what="answers under load are those of before", n=n, failed=wrong))
-    saved = [
-        book.row(r.group, WITHOUT).seconds.median - book.row(r.group, WITH).seconds.median for r in book.ratios[: len(askings)]
-    ]
-    once = book.row("the context", "create").seconds.median
-    facts = {
-        "context_tokens": context.n_tokens,
-        "context_bytes": context.bytes,
-        "median_of_question_ratios": Spread.of(r.pairs.median for r in book.ratios[: len(askings)]).median,
-        "questions_until_the_context_has_paid": once / Spread.of(saved).median,
-    }
-    return checks, facts
+    return checks, facts_of(book, ours, peers), words
+
+
+def facts_of(book: Book, ours: list[Side], peers: list[Side]) -> dict[str, Any]:
+    """What the table of results shows: how many times longer each other side takes, and what the peers prefilled and said."""
+    median = {ratio.over: ratio.pairs.median for ratio in book.ratios if ratio.group == GROUP}
+    facts: dict[str, Any] = {"context_tokens": CONTEXT_TOKENS, "question_tokens": QUESTION_TOKENS}
+    kept = book.row(GROUP, KEPT)
+    facts["decision_ms"] = 1e3 * kept.seconds.median
+    prefills = [given.prefill_s or 0.0 for given in ours[0].given[-len(kept.samples) :]]
+    facts["decision_outside_prefill_ms"] = 1e3 * Spread.of(s - p for s, p in zip(kept.samples, prefills, strict=True)).median
+    facts["whole_prompt_over_kept"] = median[WHOLE]
+    facts["share_of_a_whole_prompt"] = 1 / median[WHOLE]
+    for side in peers:
+        word = WORDS[side.name]
+        facts[f"{word}_over_kept"] = median[side.name]
+        facts[f"{word}_prefilled"] = spoken([g.prefilled for g in side.given[1:]])
+        facts[f"{word}_reused"] = spoken([g.reused for g in side.given[1:]])
+        same = sum(a.tokens[:1] == b.tokens[:1] for a, b in zip(side.given, ours[0].given, strict=True))
+        facts[f"{word}_same_answer"] = f"{same} of {len(side.given)}"
+    return facts | {"target": BARS}
+
+
+def spoken(counts: list[int]) -> int | str:
+    """One number where all are equal, else the range."""
+    return counts[0] if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)}, median {Spread.of(counts).median:g}"
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = arguments(__doc__ or "")
     parser.add_argument("--workers", type=int, default=1, help="worker processes; default 1")
+    parser.add_argument("--questions", action="store_true", help="then the demo's questions, with and without the context kept")
+    parser.add_argument("--llama-server", metavar="PATH", help="default: llama-server in PATH; without one that side is skipped")
+    llama.add_argument(parser)
     args = parser.parse_args(argv)
     if args.workers < 1:
         parser.error("at least one worker is needed")
@@ -281,18 +241,21 @@ def main(argv: list[str] | None = None) -> int:
     repeats = args.repeats or (QUICK_REPEATS if args.quick else REPEATS)
     book = Book()
     model, cache = fetched_model(args.model, args.cache_dir)
-    with running(args, model, cache) as pool:
-        facts = pool.facts
-        assert facts is not None
+    macs = questions.DecisionMacs(model, cache)
+    with running(model, cache, workers=args.workers, threads=args.threads, tier=args.tier) as pool:
+        n_params = pool.facts.n_params if pool.facts is not None else None
         with Client(pool.config.address) as client:
             info = client.info()
-        checks, figures = measure(pool, args, repeats, DecisionMacs(model, cache), book)
+        checks, figures, peers = measure(pool.config.address, args, model, repeats, macs, book)
+        if args.questions:
+            more, further = questions.measure(pool, args, repeats, macs, book)
+            checks, figures = checks + more, figures | further
         pinned = pool.config.pin_cores and pool.cores.usable >= args.workers * args.threads
     subject = {
         "model": model.name,
         "architecture": info.architecture,
         "fingerprint": info.fingerprint[:16],
-        "params": facts.n_params,
+        "params": n_params,
     }
     settings = {
         "tier": effective_tier(args.tier),
@@ -301,15 +264,10 @@ def main(argv: list[str] | None = None) -> int:
         "kv": info.kv_type,
         "pinned": pinned,
         "repeats": repeats,
+        **peers,
     }
     bench = f"decision-{model.stem.lower()}-w{args.workers}t{args.threads}"
     return finish(args, bench, started, machine, book, subject=subject, settings=settings, checks=checks, facts=figures)
-
-
-def effective_tier(tier: str) -> str:
-    """What "auto" means on this machine."""
-    with Engine(tier) as engine:
-        return engine.tier
 
 
 if __name__ == "__main__":

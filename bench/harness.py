@@ -414,13 +414,28 @@ def _work(row: Row) -> str:
 # ---- the command line that every bench has
 
 
-def arguments(about: str) -> argparse.ArgumentParser:
-    """--model, --repeats, --quick, --threads, --tier, --out, --host-kind, --cache-dir, --no-write."""
+MODEL_HELP: Final = "path of a GGUF, smollm2 or gemma3-270m, which are fetched once, or a name of `python -m bench.shapes --list`"
+
+
+def arguments(about: str, *, models: Sequence[str] = (), threads: Sequence[int] = ()) -> argparse.ArgumentParser:
+    """--model, --repeats, --quick, --threads, --tier, --out, --host-kind, --cache-dir, --no-write.
+
+    With `models`, `--model` takes several (separated by commas, or repeated) and is a list, of these by default; so is
+    `--threads` with `threads`.
+    """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2", help="path of a GGUF, or smollm2, which is fetched once (default)")
+    if models:
+        several = f"{MODEL_HELP}; several by commas or repetition; default: {','.join(models)}"
+        parser.add_argument("--model", action=_Several, default=list(models), metavar="MODEL[,MODEL...]", help=several)
+    else:
+        parser.add_argument("--model", default="smollm2", help=f"{MODEL_HELP}; default: smollm2")
     parser.add_argument("--repeats", type=_positive, help="rounds that are kept")
     parser.add_argument("--quick", action="store_true", help="a few rounds, to see that it works; not to be quoted")
-    parser.add_argument("--threads", type=_positive, default=1, help="threads of the engine (of each worker); default 1")
+    if threads:
+        default = ",".join(map(str, threads))
+        parser.add_argument("--threads", type=_positives, default=list(threads), help=f"numbers of threads; default {default}")
+    else:
+        parser.add_argument("--threads", type=_positive, default=1, help="threads of the engine (of each worker); default 1")
     parser.add_argument("--tier", default="auto", choices=("auto", "scalar", "avx2", "avx512"), help="instruction set")
     parser.add_argument("--cache-dir", help="models and packed weights; default: the user's cache")
     parser.add_argument("--out", type=Path, default=RESULTS, help=f"where the result goes; default {RESULTS.relative_to(ROOT)}")
@@ -436,11 +451,27 @@ def _positive(word: str) -> int:
     return n
 
 
+def _positives(words: str) -> list[int]:
+    return [_positive(word) for word in words.split(",")]
+
+
+class _Several(argparse.Action):
+    """Names separated by commas, or given one by one; the first takes the default's place."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: Any = None) -> None:
+        before = getattr(namespace, self.dest)
+        given = [] if before is self.default else before
+        setattr(namespace, self.dest, [*given, *(word for word in values.split(",") if word)])
+
+
 def fetched_model(name_or_path: str, cache_dir: str | None) -> tuple[Path, Path]:
-    """(path of the model, fetched if need be; cache directory)."""
+    """(path of the model, fetched or made if need be; cache directory)."""
+    from bench import shapes
     from geist_pool import config, models
 
     cache = Path(config.load({"cache_dir": cache_dir} if cache_dir else {}).cache_dir)
+    if shapes.is_shape(name_or_path):
+        return shapes.shape_model(name_or_path, cache), cache
     if name_or_path in models.CATALOGUE:
         return models.pull(name_or_path, cache), cache
     return models.resolve(name_or_path, cache), cache
@@ -481,13 +512,17 @@ def finish(
     return 0
 
 
+class BenchError(Exception):
+    """Why a measurement cannot be made, in a sentence."""
+
+
 def run(main: Callable[[], int]) -> int:
     """The bench's exit status; every expected error is one sentence on stderr."""
     from geist_pool.errors import GeistPoolError
 
     try:
         return main()
-    except GeistPoolError as error:
+    except (GeistPoolError, BenchError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

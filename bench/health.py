@@ -19,9 +19,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from bench.harness import (
@@ -33,9 +32,9 @@ from bench.harness import (
     machine_facts,
     run,
 )
+from bench.pools import running
 from geist_pool import observe
 from geist_pool.client import Client
-from geist_pool.config import PoolConfig
 from geist_pool.demo.world import CONTEXT_TEXT
 from geist_pool.errors import GeistPoolError
 from geist_pool.supervisor import Supervisor
@@ -220,21 +219,6 @@ def measure_broker_deaths(pool: Supervisor, args: Any, book: Book) -> tuple[list
     return checks, {"broker_restart_most_s": max(found)}
 
 
-@contextmanager
-def running(args: Any, model: Any, cache: Any) -> Iterator[Supervisor]:
-    config = PoolConfig(
-        name=f"bench-{os.getpid()}",
-        model=str(model),
-        workers=args.workers,
-        threads=args.threads,
-        tier=args.tier,
-        cache_dir=str(cache),
-        log_level="error",
-    )
-    with Supervisor(config) as pool:
-        yield pool
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = arguments(__doc__ or "")
     parser.add_argument("--workers", type=int, default=2, help="worker processes, at least 2; default 2")
@@ -249,8 +233,7 @@ def main(argv: list[str] | None = None) -> int:
     book = Book()
     checks: list[Check] = []
     facts: dict[str, Any] = {}
-    with ExitStack() as stack:
-        pool = stack.enter_context(running(args, model, cache))
+    with running(model, cache, workers=args.workers, threads=args.threads, tier=args.tier, log_level="error") as pool:
         for part in (measure_health, measure_worker_deaths, measure_broker_deaths):
             more, figures = part(pool, args, book)
             checks += more

@@ -8,20 +8,23 @@ by the store as a worker makes them. That every way leads to the same logits, bi
 
 from __future__ import annotations
 
+import argparse
 import mmap
-import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
+from bench.contexts import Mapped, Shelf, prose, touched
 from bench.harness import (
     Book,
     Check,
     Clock,
+    Spread,
+    Turn,
     arguments,
     fetched_model,
     finish,
@@ -31,112 +34,36 @@ from bench.harness import (
     show_progress,
 )
 from bench.work import pass_macs
-from geist_pool.demo.world import CONTEXT_TEXT
-from geist_pool.engine import NUMERICS, Engine, Image, Model, Session
-from geist_pool.protocol import ContextRef, Envelope, Geometry
-from geist_pool.store import layout, names, shm
+from geist_pool.engine import Engine, Image, Model, Session
+from geist_pool.protocol import ContextRef
 from geist_pool.text.tokenizer import Tokenizer
 
 DEFAULT_TOKENS = (100, 700, 2000)
 QUICK_TOKENS = (700,)
 REPEATS, QUICK_REPEATS = 15, 3
-
-
-def prose(tokenizer: Tokenizer, n: int) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """The demo's context as ids, over and over: int32[n]. Times do not depend on the words."""
-    ids = tokenizer.encode(CONTEXT_TEXT, special=False)
-    return np.resize(np.array(ids, np.int32), n)
-
-
-def touched(n: int) -> memoryview:
-    """`n` bytes of page-aligned memory that is really there."""
-    view = memoryview(mmap.mmap(-1, max(n, 1)))
-    np.frombuffer(view, np.uint8)[:] = 1
-    return view[:n]
-
-
-class Shelf:
-    """Contexts in shared memory under a pool's name of our own; removes them all in the end."""
-
-    def __init__(self, model: Model, geometry: Geometry) -> None:
-        self.pool = f"bench-{os.getpid()}"
-        self._model = model
-        self._geometry = geometry
-        self._count = 0
-
-    def __enter__(self) -> Shelf:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for found in shm.list_objects(self.pool):
-            shm.unlink(found.name)
-
-    def publish(self, session: Session, clock: Clock | None = None) -> ContextRef:
-        """Publishes the session's state as a new context: create, reserve, fill, seal. Timed as "publish" if there is a clock."""
-        self._count += 1
-        context, n = f"{self._count:012x}", session.position
-        envelope = Envelope(
-            id=context,
-            name="bench",
-            space="default",
-            parent=None,
-            created=0.0,
-            ttl_s=None,
-            pin=False,
-            n_tokens=n,
-            first_block=0,
-            n_blocks=layout.whole_blocks(n),
-        )
-        kv_bytes = layout.kv_object_bytes(self._geometry, envelope.n_blocks)
-        ref = ContextRef(
-            id=context,
-            image=names.image_name(self.pool, context),
-            image_bytes=layout.image_object_bytes(self._geometry, n, envelope),
-            kv=names.kv_name(self.pool, context) if kv_bytes else None,
-            kv_bytes=kv_bytes,
-            first_block=0,
-            n_blocks=envelope.n_blocks,
-            n_tokens=n,
-        )
-        with clock("publish in shared memory") if clock is not None else ExitStack():
-            self._fill(session, ref, envelope)
-        return ref
-
-    def _fill(self, session: Session, ref: ContextRef, envelope: Envelope) -> None:
-        with shm.Publication(
-            ref, envelope, self._geometry, pool=self.pool, fingerprint=self._model.fingerprint, numerics=NUMERICS
-        ) as publication:
-            if publication.kv is not None:
-                session.snapshot_blocks(0, ref.n_blocks, publication.kv)
-            session.snapshot_thin(publication.image)
-            publication.seal()
-
-    def drop(self, ref: ContextRef) -> None:
-        """Removes the objects' names."""
-        for name in (ref.image, ref.kv):
-            if name is not None:
-                shm.unlink(name)
-
-
-class Mapped:
-    """A published context, mapped read-only: `image` and the areas `kv`, as a session attaches to them."""
-
-    def __init__(self, ref: ContextRef) -> None:
-        self._image = shm.Mapping(ref.image, ref.image_bytes)
-        self._kv = shm.Mapping(ref.kv, ref.kv_bytes) if ref.kv is not None else None
-        self.image = self._image.view[layout.parse(self._image.view, what=ref.image).image_offset :]
-        self.kv = (self._kv.view,) if self._kv is not None else ()
-
-    def close(self) -> None:
-        """Unmaps; no session may be attached any more."""
-        self.image.release()
-        self._image.close()
-        if self._kv is not None:
-            self._kv.close()
+PREFILLED_EACH_ROUND: Final = 1000  # tokens; a longer context is prefilled once, before the rounds
+ONCE: Final = "prefill, once"
 
 
 class Sides:
     """All ways to the state behind `tokens`, as turns."""
+
+    default_tokens: Sequence[int] = DEFAULT_TOKENS
+    quick_tokens: Sequence[int] = QUICK_TOKENS
+    ratios: Sequence[tuple[str, str]] = (
+        ("prefill", "attach"),
+        ("prefill", "flat restore"),
+        ("flat restore", "memcpy, flat bytes"),
+        ("flat restore", "memcpy to new memory"),
+        ("flat snapshot", "memcpy, flat bytes"),
+        ("publish in shared memory", "memcpy, flat bytes"),
+        ("publish in shared memory", "memcpy to new memory"),
+        ("flat restore", "attach"),
+        ("decode after attach", "decode after prefill"),
+        ("decode after restore", "decode after prefill"),
+        ("decode after attach", "decode after restore"),
+        ("decode after fork", "decode after prefill"),
+    )
 
     def __init__(self, model: Model, tokens: np.ndarray[Any, np.dtype[np.int32]], shelf: Shelf, stack: ExitStack) -> None:
         self.tokens = tokens
@@ -145,7 +72,9 @@ class Sides:
         n_ctx = len(tokens) + 1
         self.live = stack.enter_context(Session(model, n_ctx=n_ctx))  # stays behind the tokens
         self.work = stack.enter_context(Session(model, n_ctx=n_ctx))  # goes there anew in each turn
+        start = time.perf_counter()
         self.live.prefill(tokens)
+        self.prefilled_s = time.perf_counter() - start
         with self.live.fork() as fork:
             fork.decode(self.next_token)
             self.expected = fork.logits().tobytes()
@@ -161,11 +90,15 @@ class Sides:
         stack.callback(self.work.reset)  # before the mapping goes
         Image.verify(self.mapped.image, self.mapped.kv)
 
-    def turns(self) -> list[Any]:
+    def turns(self) -> list[Turn]:
         return [
-            self.nothing, self.prefill, self.snapshot, self.copy, self.copy_new, self.restore, self.snapshot_thin, self.attach,
-            self.fork, self.through_new_object,
+            self.nothing, *self.prefills(), self.snapshot, self.copy, self.copy_new, self.restore, self.snapshot_thin,
+            self.attach, self.fork, self.through_new_object,
         ]  # fmt: skip
+
+    def prefills(self) -> list[Turn]:
+        """Prefill as a turn, unless it would take most of the run."""
+        return [self.prefill] if len(self.tokens) <= PREFILLED_EACH_ROUND else []
 
     def nothing(self, clock: Clock) -> None:
         with clock("nothing (the clock itself)"):
@@ -206,6 +139,10 @@ class Sides:
             self.live.snapshot_thin(self.thin)
 
     def attach(self, clock: Clock) -> None:
+        """As in a worker that continued a context just before: the session has its memory, and the caches hold other things."""
+        self.work.reset()
+        self.work.attach(self.mapped.image, self.mapped.kv)
+        self.work.decode(self.next_token)
         self.work.reset()
         with clock("attach"):
             self.work.attach(self.mapped.image, self.mapped.kv)
@@ -224,20 +161,23 @@ class Sides:
         """A context as it comes into the world: made by one, seen by another for the first time."""
         ref = self.shelf.publish(self.live, clock)
         try:
-            with clock("first mapping"):
-                mapped = Mapped(ref)
-            try:
-                with clock("verify"):
-                    Image.verify(mapped.image, mapped.kv)
-                self.work.reset()
-                with clock("attach, first"):
-                    self.work.attach(mapped.image, mapped.kv)
-                self._decode(clock, self.work, "decode after attach, first")
-                self.work.reset()
-            finally:
-                mapped.close()
+            self._map_and_attach(clock, ref)
         finally:
             self.shelf.drop(ref)
+
+    def _map_and_attach(self, clock: Clock, ref: ContextRef) -> None:
+        with clock("first mapping"):
+            mapped = Mapped(ref)
+        try:
+            with clock("verify"):
+                Image.verify(mapped.image, mapped.kv)
+            self.work.reset()
+            with clock("attach, first"):
+                self.work.attach(mapped.image, mapped.kv)
+            self._decode(clock, self.work, "decode after attach, first")
+            self.work.reset()
+        finally:
+            mapped.close()
 
     def _decode(self, clock: Clock, session: Session, name: str) -> None:
         with clock(name):
@@ -256,6 +196,7 @@ class Sides:
         return {
             "nothing (the clock itself)": {},
             "prefill": {"tokens": n, "macs": pass_},
+            ONCE: {"tokens": n, "macs": pass_},
             "flat snapshot": flat,
             "flat restore": flat,
             "memcpy, flat bytes": flat,
@@ -275,18 +216,36 @@ class Sides:
         }
 
 
-RATIOS = (
-    ("prefill", "attach"),
-    ("prefill", "flat restore"),
-    ("flat restore", "memcpy, flat bytes"),
-    ("flat restore", "memcpy to new memory"),
-    ("flat snapshot", "memcpy, flat bytes"),
-    ("publish in shared memory", "memcpy to new memory"),
-    ("flat restore", "attach"),
-    ("decode after attach", "decode after prefill"),
-    ("decode after restore", "decode after prefill"),
-    ("decode after fork", "decode after prefill"),
-)
+def add(book: Book, group: str, sides: Sides, samples: dict[str, list[float]], model: Model) -> None:
+    """Rows and ratios of one length, as far as they were measured."""
+    if "prefill" not in samples:
+        samples = samples | {ONCE: [sides.prefilled_s]}
+    book.add(group, samples, {name: work for name, work in sides.stands_for(model).items() if name in samples})
+    for over, under in sides.ratios:
+        if over in samples and under in samples:
+            book.ratio(group, over, under)
+
+
+def facts_of(book: Book, group: str, sides: Sides) -> dict[str, Any]:
+    """The figures that have a bar, of one length; _at_N says its tokens. A share is of memcpy's bytes a second."""
+    medians = {row.name: row.seconds.median for row in book.rows if row.group == group}
+    pairs = {(r.over, r.under): r.pairs.median for r in book.ratios if r.group == group}
+    facts: dict[str, Any] = {"attach_us": 1e6 * medians["attach"]}
+    for before in ("prefill", "restore"):
+        if (ratio := pairs.get(("decode after attach", f"decode after {before}"))) is not None:
+            facts[f"first_pass_after_attach_over_{before}"] = ratio
+    for what in ("restore", "snapshot"):
+        if (ratio := pairs.get((f"flat {what}", "memcpy, flat bytes"))) is not None:
+            facts[f"flat_{what}_share_of_memcpy"] = 1 / ratio
+    if (ratio := pairs.get(("publish in shared memory", "memcpy, flat bytes"))) is not None:
+        facts["publish_over_memcpy"] = ratio
+        facts["publish_over_memcpy_to_new_memory"] = pairs["publish in shared memory", "memcpy to new memory"]
+    steps = (book.row(group, name).samples for name in ("first mapping", "verify"))
+    mapping = Spread.of(sum(both) for both in zip(*steps, strict=True)).median
+    stored = sides.ref.image_bytes + sides.ref.kv_bytes
+    facts["first_mapping_ms_per_10mb"] = 1e3 * mapping * 1e7 / stored
+    facts["stored_bytes"] = stored
+    return {f"{name}_at_{len(sides.tokens)}": value for name, value in facts.items()}
 
 
 @contextmanager
@@ -297,43 +256,40 @@ def opened(args: Any) -> Iterator[Model]:
         yield model
 
 
-def lengths(text: str | None, quick: bool, n_ctx: int) -> list[int]:
+def lengths(text: str | None, default: Sequence[int], n_ctx: int) -> list[int]:
     """The lengths to measure. Raises ValueError for one that the model cannot take and that was asked for by name."""
     if text is None:
-        return [n for n in (QUICK_TOKENS if quick else DEFAULT_TOKENS) if n + 1 <= n_ctx]
+        return [n for n in default if n + 1 <= n_ctx]
     chosen = [int(word) for word in text.split(",")]
     if not chosen or min(chosen) < 1 or max(chosen) + 1 > n_ctx:
         raise ValueError(f"lengths are 1 to {n_ctx - 1} tokens for this model, not {text}")
     return chosen
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = arguments(__doc__ or "")
-    parser.add_argument("--tokens", help="lengths, separated by commas; default 100,700,2000 as far as the model takes them")
-    args = parser.parse_args(argv)
+def measure(args: argparse.Namespace, parser: argparse.ArgumentParser, bench: str, kind: type[Sides]) -> int:
+    """The whole of a run: all lengths, each with the sides of that kind. Returns the exit status."""
     started, machine = time.time(), machine_facts()
     repeats = args.repeats or (QUICK_REPEATS if args.quick else REPEATS)
     book, checks = Book(), []
+    facts: dict[str, Any] = {}
     with opened(args) as model:
         tokenizer = Tokenizer(model.vocabulary())
-        geometry = model.geometry()
-        sizes: dict[str, int] = {}
+        default = kind.quick_tokens if args.quick else kind.default_tokens
         try:
-            chosen = lengths(args.tokens, args.quick, model.info.n_ctx_train)
+            chosen = lengths(args.tokens, default, model.info.n_ctx_train)
         except ValueError as error:
             parser.error(str(error))
         for n in chosen:
             group = f"{n} tokens"
             with ExitStack() as stack:
-                shelf = stack.enter_context(Shelf(model, geometry))
-                sides = Sides(model, prose(tokenizer, n), shelf, stack)
+                shelf = stack.enter_context(Shelf(model, model.geometry()))
+                sides = kind(model, prose(tokenizer, n), shelf, stack)
                 samples = interleave(sides.turns(), repeats, progress=show_progress(group))
-                book.add(group, samples, sides.stands_for(model))
-                for over, under in RATIOS:
-                    book.ratio(group, over, under)
+                add(book, group, sides, samples, model)
+                facts |= facts_of(book, group, sides)
                 what = f"{group}: logits after every way equal those of one prefill, bit for bit"
                 checks.append(Check(what=what, n=sides.compared, failed=sides.wrong))
-                sizes |= {f"flat_bytes_at_{n}": len(sides.flat), f"thin_bytes_at_{n}": len(sides.thin)}
+                facts |= {f"flat_bytes_at_{n}": len(sides.flat), f"thin_bytes_at_{n}": len(sides.thin)}
         info = model.info
         subject = {
             "model": model.path.name,
@@ -342,9 +298,22 @@ def main(argv: list[str] | None = None) -> int:
             "params": info.n_params,
         }
         settings = {"tier": model.engine.tier, "threads": args.threads, "kv": "f16", "repeats": repeats}
-        facts = {"kv_bytes_per_token": info.kv_bytes_per_token, "recurrent_bytes": info.recurrent_bytes, **sizes}
-        bench = f"restore-{model.path.stem.lower()}"
-    return finish(args, bench, started, machine, book, subject=subject, settings=settings, checks=checks, facts=facts)
+        facts |= {"kv_bytes_per_token": info.kv_bytes_per_token, "recurrent_bytes": info.recurrent_bytes}
+        name = f"{bench}-{model.path.stem.lower()}"
+    return finish(args, name, started, machine, book, subject=subject, settings=settings, checks=checks, facts=facts)
+
+
+def with_lengths(about: str, kind: type[Sides]) -> argparse.ArgumentParser:
+    """The options of every bench, and --tokens."""
+    parser = arguments(about)
+    default = ",".join(map(str, kind.default_tokens))
+    parser.add_argument("--tokens", help=f"lengths, separated by commas; default {default} as far as the model takes them")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = with_lengths(__doc__ or "", Sides)
+    return measure(parser.parse_args(argv), parser, "restore", Sides)
 
 
 if __name__ == "__main__":

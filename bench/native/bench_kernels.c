@@ -1,26 +1,29 @@
 /* bench_kernels.c - how fast the kernels of each tier are on this machine, on one thread, in the shapes of a 0.8B hybrid model, beside what
  * the core could do at most: loops of nothing but vpdpbusd and nothing but fma, measured in the same run.
  *
- *     bench_kernels [seconds per figure, default 0.3] [tier name, default all]
+ *     bench_kernels [seconds per figure, default 0.3] [tier name, default all] [pack, e.g. Q8_0] [ROWSxCOLS,...] [TOKENS,...]
+ *
+ * With a pack only its products of these shapes are measured, cold; `python -m bench.gemm` builds it and asks so. By hand:
+ *
+ *     cmake -S native -B BUILD && cmake --build BUILD --target geist
+ *     cc -O3 -std=c11 -D_GNU_SOURCE -Inative/include -Inative/src bench/native/bench_kernels.c BUILD/libgeist.a -lm -pthread
  *
  * It prints and asserts nothing. A product's weights are walked through `cold` (each call takes another of many copies, together far larger
  * than any cache, as a pass does) or `warm` (always the same ones). GMAC/s counts one multiply-add of a weight with an activation as one.
  */
 #include "geist.h"
 #include "kernels/kernels.h"
+#include "limits.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 static double seconds_per_figure = 0.3;
 
 static double now(void)
 {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+    return limits_now();
 }
 
 static uint32_t random_state = 1;
@@ -57,108 +60,23 @@ static float *floats(size_t n)
 
 /* ---- what a core can do ---- */
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-
-#define REPEAT_12(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11)
-
-/* Twelve independent sums hide the latency; the empty asm keeps each in a register of its own and the loop as it is. */
-__attribute__((target("avx512f,avx512vnni"))) static double peak_vnni(void)
-{
-    const size_t n = 2000000;
-    __m512i a[12], u = _mm512_set1_epi8(3), s = _mm512_set1_epi8(2);
-#define ZERO(i) a[i] = _mm512_setzero_si512();
-    REPEAT_12(ZERO)
-    double best = 0;
-    for (int round = 0; round < 5; round++) {
-        double start = now();
-        for (size_t i = 0; i < n; i++) {
-#define STEP(i)                                                                                                                            \
-    a[i] = _mm512_dpbusd_epi32(a[i], u, s);                                                                                                \
-    __asm__ volatile("" : "+v"(a[i]));
-            REPEAT_12(STEP)
-#undef STEP
-        }
-        double rate = (double)n * 12 * 64 / (now() - start);
-        best = rate > best ? rate : best;
-    }
-    return best;
-}
-
-__attribute__((target("avx512f"))) static double peak_fma512(void)
-{
-    const size_t n = 2000000;
-    __m512 a[12], u = _mm512_set1_ps(0.5f), s = _mm512_set1_ps(0.25f);
-#define ZERO_PS(i) a[i] = _mm512_setzero_ps();
-    REPEAT_12(ZERO_PS)
-    double best = 0;
-    for (int round = 0; round < 5; round++) {
-        double start = now();
-        for (size_t i = 0; i < n; i++) {
-#define STEP(i)                                                                                                                            \
-    a[i] = _mm512_fmadd_ps(a[i], u, s);                                                                                                    \
-    __asm__ volatile("" : "+v"(a[i]));
-            REPEAT_12(STEP)
-#undef STEP
-        }
-        double rate = (double)n * 12 * 16 / (now() - start);
-        best = rate > best ? rate : best;
-    }
-    return best;
-}
-
-__attribute__((target("avx2,fma"))) static double peak_fma256(void)
-{
-    const size_t n = 2000000;
-    __m256 a[12], u = _mm256_set1_ps(0.5f), s = _mm256_set1_ps(0.25f);
-#define ZERO_YMM(i) a[i] = _mm256_setzero_ps();
-    REPEAT_12(ZERO_YMM)
-    double best = 0;
-    for (int round = 0; round < 5; round++) {
-        double start = now();
-        for (size_t i = 0; i < n; i++) {
-#define STEP(i)                                                                                                                            \
-    a[i] = _mm256_fmadd_ps(a[i], u, s);                                                                                                    \
-    __asm__ volatile("" : "+x"(a[i]));
-            REPEAT_12(STEP)
-#undef STEP
-        }
-        double rate = (double)n * 12 * 8 / (now() - start);
-        best = rate > best ? rate : best;
-    }
-    return best;
-}
-#endif
-
 static double peak_integer, peak_float, peak_read;
 
 static void measure_peaks(void)
 {
-#if defined(__x86_64__)
-    if (gst_kernels_for(GEIST_TIER_AVX2) != NULL)
-        peak_float = peak_fma256();
-    if (gst_kernels_for(GEIST_TIER_AVX512) != NULL) {
-        double wide = peak_fma512();
-        peak_float = wide > peak_float ? wide : peak_float;
-        peak_integer = peak_vnni();
-    }
-#endif
+    peak_float = limits_fma(0.1);
+    peak_integer = limits_vpdpbusd(0.1);
     const size_t n = (size_t)512 << 20;
-    uint64_t *words = memory(n);
-    memset(words, 1, n);
+    uint8_t *bytes = memory(n);
+    memset(bytes, 1, n);
     volatile uint64_t sink = 0;
-    for (int round = 0; round < 3; round++) {
-        uint64_t sums[8] = {0};
+    for (unsigned way = 0; way < 2 * LIMITS_READS; way++) {
         double start = now();
-        for (size_t i = 0; i < n / 8; i += 8)
-            for (size_t j = 0; j < 8; j++)
-                sums[j] += words[i + j];
+        sink += limits_read(bytes, n, way % LIMITS_READS);
         double rate = (double)n / (now() - start);
         peak_read = rate > peak_read ? rate : peak_read;
-        for (size_t j = 0; j < 8; j++)
-            sink += sums[j];
     }
-    free(words);
+    free(bytes);
     printf("peak of this core: vpdpbusd %.0f GMAC/s, f32 fma %.1f GMAC/s, reading memory %.1f GB/s\n", peak_integer / 1e9, peak_float / 1e9,
            peak_read / 1e9);
 }
@@ -186,10 +104,12 @@ static void bench_matmul(const struct gst_kernels *kernels, enum gst_pack pack, 
     size_t matrix_bytes = n_tiles * tile_bytes, n_copies = cold ? ((size_t)400 << 20) / matrix_bytes + 1 : 1;
 
     uint8_t *tiles = memory(matrix_bytes * n_copies);
-    for (size_t i = 0; i < matrix_bytes * n_copies; i += 2) {
+    for (size_t i = 0; i < matrix_bytes; i += 2) {
         uint16_t small = (uint16_t)(0x1c00 | (random_bits() & 0x3ff)); /* as f16 d: about 2^-8; as quants: anything */
         memcpy(tiles + i, &small, 2);
     }
+    for (size_t i = 1; i < n_copies; i++)
+        memcpy(tiles + i * matrix_bytes, tiles, matrix_bytes);
     float *x = floats(n_tokens * n_cols), *y = memory(n_tokens * n_rows * sizeof(float));
     int8_t *q = memory(n_tokens * n_cols);
     float *scale = memory(n_tokens * n_blocks * sizeof(float));
@@ -337,11 +257,40 @@ static void bench_tier(const struct gst_kernels *kernels)
     bench_rows(kernels);
 }
 
+/* Products of one pack, in the shapes "ROWSxCOLS,..." and for "TOKENS,..." at a time. */
+static int bench_products(const struct gst_kernels *kernels, const char *pack_text, const char *shapes, const char *tokens)
+{
+    enum gst_pack pack = 0;
+    while (pack < GST_PACK_COUNT && strcmp(pack_name(pack), pack_text))
+        pack++;
+    if (pack == GST_PACK_COUNT) {
+        fprintf(stderr, "no pack is called %s\n", pack_text);
+        return 1;
+    }
+    for (const char *s = shapes; *s; s += strcspn(s, ","), s += *s == ',')
+        for (const char *t = tokens; *t; t += strcspn(t, ","), t += *t == ',') {
+            size_t n_rows, n_cols, n_tokens;
+            if (sscanf(s, "%zux%zu", &n_rows, &n_cols) != 2 || sscanf(t, "%zu", &n_tokens) != 1 || !n_rows || !n_tokens || !n_cols ||
+                n_cols % (pack < GST_PACK_Q4_K ? 32 : 256)) {
+                fprintf(stderr, "%s for %s are no products\n", s, t);
+                return 1;
+            }
+            bench_matmul(kernels, pack, n_rows, n_cols, n_tokens, 1);
+        }
+    return 0;
+}
+
 int main(int argc, char **argv)
 {
     if (argc > 1 && atof(argv[1]) > 0)
         seconds_per_figure = atof(argv[1]);
     measure_peaks();
+    if (argc == 6)
+        for (int tier = GEIST_TIER_AVX512; tier >= GEIST_TIER_SCALAR; tier--) {
+            const struct gst_kernels *kernels = gst_kernels_for(tier);
+            if (kernels != NULL && strcmp(argv[2], kernels->name) == 0)
+                return bench_products(kernels, argv[3], argv[4], argv[5]);
+        }
     for (int tier = GEIST_TIER_AVX512; tier >= GEIST_TIER_SCALAR; tier--) {
         const struct gst_kernels *kernels = gst_kernels_for(tier);
         if (kernels != NULL && (argc < 3 || strcmp(argv[2], kernels->name) == 0))
