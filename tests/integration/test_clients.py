@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
+from pool_kit import until
 
 from geist_pool import protocol
 from geist_pool.client import AsyncClient, Client, Publish, Sampling
@@ -148,6 +149,34 @@ def test_request_sent_again_is_not_computed_again(start: Callable[..., Superviso
         stats = client.stats()
         assert stats.replies_replayed == 1
         assert stats.tokens_generated == len(replies[0].result.tokens)
+
+
+@contextmanager
+def dealer_to(address: str) -> Iterator[zmq.Socket[bytes]]:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger, dealer.rcvtimeo = 0, 60_000
+        dealer.connect(address)
+        yield dealer
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_broken_connection_in_the_middle(start: Callable[..., Supervisor], comes_back: bool) -> None:
+    """A client that is back within a second finds its request at work, computed once; of one that stays away it ends."""
+    n = 60
+    message = (protocol.MAGIC, b"mine", protocol.encode(protocol.Generate(text=WORLD, max_tokens=n, ignore_eog=True)))
+    with start(faults=("slow-decode=50",)) as pool, Client(pool.config.address) as client:
+        with dealer_to(pool.config.address) as dealer:
+            dealer.send_multipart(message)
+            until(lambda: client.stats().workers_busy == 1)
+        if comes_back:
+            with dealer_to(pool.config.address) as dealer:
+                dealer.send_multipart(message)
+                reply = msgspec.msgpack.decode(dealer.recv_multipart()[2], type=protocol.Reply)
+            assert isinstance(reply.result, GenerateResult) and reply.result.finish_reason == "length"
+            assert len(reply.result.tokens) == n == client.stats().tokens_generated
+        else:
+            until(lambda: client.stats().workers_busy == 0)
+            assert client.stats().tokens_generated < n
 
 
 def test_long_silence_does_no_harm(start: Callable[..., Supervisor]) -> None:
