@@ -18,6 +18,7 @@ import msgspec
 import pytest
 from worker_kit import drop, expected, generate, ids, mapped_names, published
 
+from geist_pool import config
 from geist_pool import protocol as p
 from geist_pool.engine import Model, Session
 from geist_pool.store import shm
@@ -31,6 +32,27 @@ def test_a_worker_imports_no_tokenizer() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_signal_while_the_model_is_loaded_ends_it_without_a_word(tiny_model, packed_dir: Path) -> None:
+    worker = config.WorkerConfig(
+        store="none",
+        worker="w0",
+        worker_address="ipc:///nobody",
+        model_path=str(tiny_model("qwen35-tiny")),
+        cache_dir=str(packed_dir),
+    )
+    script = (
+        "import os, signal, sys\n"
+        "from geist_pool.engine import Gguf\n"
+        "from geist_pool.worker.main import main\n"
+        "opened = Gguf.__init__\n"
+        "Gguf.__init__ = lambda *a: [opened(*a), os.kill(os.getpid(), signal.SIGTERM), signal.pause()]\n"
+        "sys.exit(main(['worker', sys.argv[1]]))\n"
+    )
+    call = [sys.executable, "-c", script, config.to_json(worker)]
+    done = subprocess.run(call, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_hello_says_what_it_is(paper_broker, model: Model) -> None:

@@ -37,11 +37,12 @@ def main(argv: list[str]) -> int:
         lifeline.hold(config.parent_fd, _orphaned)
         allow_many_mappings()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the supervisor's to handle
-        signal.signal(signal.SIGTERM, _stop)
+        signal.signal(signal.SIGTERM, _stop_starting)
         with (
             Engine(config.tier, config.threads) as engine,
             Model(engine, config.model_path, cache_dir=config.cache_dir) as model,
         ):
+            signal.signal(signal.SIGTERM, _stop)
             _log.info("%s is ready: %s, tier %s", config.worker, model.info.architecture, engine.tier)
             serve(config, model)
     except GeistPoolError as error:
@@ -54,6 +55,11 @@ def _orphaned() -> None:
     """The pool is gone: what is half-written goes now, and the process without waiting for the pass that it is in."""
     unfinished.undo_all()
     os._exit(0)
+
+
+def _stop_starting(number: int, frame: FrameType | None) -> None:
+    """Nobody waits for anything from a worker that has not said hello; half an engine cannot be closed in order."""
+    _orphaned()
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
